@@ -1,0 +1,126 @@
+"""The one table of metric names, and the exporter that every process starts.
+
+Each process uses the entries of its own prefix. Names follow Prometheus: base units, `_total` for counters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from vagen.common.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+
+COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "vagen_actor_episodes_total": ("Episodes that ended, by outcome", ("outcome",)),
+    "vagen_actor_turns_total": ("Turns played", ()),
+    "vagen_actor_tokens_total": ("Tokens sampled for training", ()),
+    "vagen_actor_trajectories_total": ("Trajectories by fate: journalled, acked, refused, resent", ("fate",)),
+    "vagen_actor_wait_seconds_total": ("Seconds that episode slots waited, by what for", ("what",)),
+    "vagen_engine_requests_total": ("Generation requests, by finish reason", ("reason",)),
+    "vagen_engine_tokens_total": ("Tokens processed, by phase: prefill or decode", ("phase",)),
+    "vagen_engine_weight_updates_total": ("Weight updates completed", ()),
+    "vagen_engine_busy_seconds_total": ("Seconds spent in forward passes", ()),
+    "vagen_engine_paused_seconds_total": ("Seconds spent paused", ()),
+    "vagen_buffer_trajectories_total": (
+        "Trajectories by what ingest did: stored, duplicate, refused, stale",
+        ("fate",),
+    ),
+    "vagen_buffer_refused_total": ("Refused trajectories, by field", ("field",)),
+    "vagen_buffer_bytes_total": ("Payload bytes stored", ()),
+    "vagen_buffer_grants_total": ("Start credits granted", ()),
+    "vagen_buffer_failed_episodes_total": ("Episodes that ended as infrastructure failures", ()),
+    "vagen_buffer_wait_seconds_total": ("Seconds the ingest waited, by what for", ("what",)),
+    "vagen_learner_steps_total": ("Learner steps", ()),
+    "vagen_learner_trajectories_total": ("Trajectories trained on", ()),
+    "vagen_learner_mixed_version_trajectories_total": ("Trained trajectories with tokens of several versions", ()),
+    "vagen_learner_tokens_total": ("Tokens trained on, by role: policy or context", ("role",)),
+    "vagen_learner_seconds_total": ("Seconds of the learner by stage", ("stage",)),
+    "vagen_learner_publishes_total": ("Publishes by outcome", ("outcome",)),
+    "vagen_learner_skipped_steps_total": ("Optimizer steps skipped for a non-finite gradient", ()),
+}
+
+GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
+    "vagen_actor_running_episodes": ("Episodes running now", ()),
+    "vagen_actor_in_flight": ("Trajectories journalled and unacked", ()),
+    "vagen_actor_success": ("Success of recent episodes, exponential average", ()),
+    "vagen_engine_running_requests": ("Requests generating now", ()),
+    "vagen_engine_waiting_requests": ("Requests queued", ()),
+    "vagen_engine_policy_version": ("Version of the weights", ()),
+    "vagen_buffer_ready": ("Trajectories ready to be claimed", ()),
+    "vagen_buffer_claimed": ("Trajectories claimed and not done", ()),
+    "vagen_buffer_running": ("Task leases held by actors", ()),
+    "vagen_buffer_bytes": ("Payload bytes held", ()),
+    "vagen_buffer_accounting": ("Terms of the accounting identity", ("term",)),
+    "vagen_learner_step": ("Learner step", ()),
+    "vagen_learner_policy_version": ("Version last published", ()),
+    "vagen_learner_success": ("Success of the last trained batch", ()),
+    "vagen_learner_reward": ("Mean total reward of the last trained batch", ()),
+    "vagen_learner_loss": ("Loss of the last step, by part", ("part",)),
+    "vagen_learner_logprob_mismatch": ("Mean |engine - learner| log-probability on the probe, last publish", ()),
+    "vagen_learner_ratio": ("Importance ratio of the last batch, by statistic", ("statistic",)),
+}
+
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[str], Sequence[float]]] = {
+    "vagen_actor_episode_seconds": ("Duration of an episode", (), _SECONDS),
+    "vagen_buffer_commit_seconds": ("Duration of one durable commit", (), _SECONDS),
+    "vagen_learner_publish_seconds": ("Duration of one publish", (), _SECONDS),
+    "vagen_learner_staleness": (
+        "Staleness of trained trajectories, in learner steps",
+        (),
+        (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+    ),
+}
+
+
+class Metrics:
+    """The metrics of one process, and its exporter."""
+
+    def __init__(self, prefix: str, run: str) -> None:
+        """`prefix` is `vagen_` and the name of the process; `run` becomes a constant label."""
+        self.registry = CollectorRegistry()
+        self._run = run
+        self._counters = {
+            name: Counter(name, text, ("run", *labels), registry=self.registry)
+            for name, (text, labels) in COUNTERS.items()
+            if name.startswith(prefix + "_")
+        }
+        self._gauges = {
+            name: Gauge(name, text, ("run", *labels), registry=self.registry)
+            for name, (text, labels) in GAUGES.items()
+            if name.startswith(prefix + "_")
+        }
+        self._histograms = {
+            name: Histogram(name, text, ("run", *labels), registry=self.registry, buckets=buckets)
+            for name, (text, labels, buckets) in HISTOGRAMS.items()
+            if name.startswith(prefix + "_")
+        }
+
+    def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter of the table."""
+        self._counters[name].labels(run=self._run, **labels).inc(amount)
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge of the table."""
+        self._gauges[name].labels(run=self._run, **labels).set(value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add one observation to a histogram of the table."""
+        self._histograms[name].labels(run=self._run, **labels).observe(value)
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> int:
+        """Start the HTTP exporter in a daemon thread and return its port; 0 picks a free one.
+
+        Raises `ConfigError` when the port is taken.
+        """
+        try:
+            server, _ = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(f"metrics port {port} on {host}: {error.strerror}") from error
+        logger.info("metrics on http://%s:%d/metrics", host, server.server_port)
+        return int(server.server_port)

@@ -1,0 +1,195 @@
+"""What a trajectory must satisfy before it may be stored or trained on.
+
+Called by the actor before it journals and by the ingest on arrival; a failure names the field and is counted under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from ulid import ULID
+
+from vagen.common.errors import TrajectoryError
+from vagen.common.trajectory import (
+    SCHEMA_VERSION,
+    BootstrapPrompt,
+    End,
+    ImageRef,
+    Row,
+    Trajectory,
+    VisionTokens,
+    content_hash,
+)
+
+MAX_ROWS = 4096
+MAX_TOKENS = 1 << 22
+MAX_NAME_LENGTH = 256
+
+_ROW_DTYPES = {
+    "token_ids": np.int32,
+    "policy_mask": np.uint8,
+    "behaviour_logprobs": np.float32,
+    "policy_versions": np.int32,
+    "turn_index": np.int16,
+}
+
+
+def validate_trajectory(trajectory: Trajectory) -> None:
+    """Check a trajectory completely.
+
+    Raises `TrajectoryError`, whose `field` is the path of the first field that is wrong.
+    """
+    _check_identity(trajectory)
+    _check_sampling(trajectory)
+    for index, row in enumerate(trajectory.rows):
+        _check_row(row, f"rows[{index}]", trajectory.vision)
+    _require(trajectory.num_policy_tokens > 0, "rows", "no policy token in any row")
+    _check_turns(trajectory)
+    _check_rewards(trajectory)
+    _check_end(trajectory)
+    _check_images(trajectory)
+
+
+def _require(holds: bool, field: str, problem: str) -> None:
+    if not holds:
+        raise TrajectoryError(field, problem)
+
+
+def _check_identity(t: Trajectory) -> None:
+    _require(t.schema_version == SCHEMA_VERSION, "schema_version", f"expected {SCHEMA_VERSION}, got {t.schema_version}")
+    for name in ("trajectory_id", "episode_id"):
+        value = getattr(t, name)
+        try:
+            ULID.from_str(value)
+        except ValueError:
+            raise TrajectoryError(name, f"expected a ULID of 26 characters, got {value[:64]!r}") from None
+    for name in ("run_id", "actor_id", "task", "group_id", "role", "env_name", "harness_name"):
+        value = getattr(t, name)
+        _require(0 < len(value) <= MAX_NAME_LENGTH, name, f"expected 1-{MAX_NAME_LENGTH} characters, got {len(value)}")
+    for name, low in (("actor_seq", 1), ("fragment_index", 0), ("attempt", 0), ("task_index", 0), ("group_size", 1)):
+        value = getattr(t, name)
+        _require(value >= low, name, f"expected int >= {low}, got {value}")
+    _require(0 < len(t.rows) <= MAX_ROWS, "rows", f"expected 1-{MAX_ROWS} rows, got {len(t.rows)}")
+    _require(t.num_tokens <= MAX_TOKENS, "rows", f"expected at most {MAX_TOKENS} tokens, got {t.num_tokens}")
+
+
+def _check_sampling(t: Trajectory) -> None:
+    s = t.sampling
+    _require(
+        np.isfinite(s.temperature) and s.temperature > 0, "sampling.temperature", f"expected > 0, got {s.temperature}"
+    )
+    _require(s.top_p == 1.0, "sampling.top_p", f"expected 1 (truncated sampling biases the ratio), got {s.top_p}")
+    _require(s.top_k == -1, "sampling.top_k", f"expected -1 (truncated sampling biases the ratio), got {s.top_k}")
+    _require(s.min_p == 0.0, "sampling.min_p", f"expected 0 (truncated sampling biases the ratio), got {s.min_p}")
+
+
+def _check_row(row: Row, path: str, vision: VisionTokens | None) -> None:
+    length = len(row.token_ids)
+    _require(length > 0, f"{path}.token_ids", "is empty")
+    for name, dtype in _ROW_DTYPES.items():
+        array = getattr(row, name)
+        _require(array.dtype == dtype, f"{path}.{name}", f"expected dtype {np.dtype(dtype)}, got {array.dtype}")
+        _require(array.shape == (length,), f"{path}.{name}", f"expected {length} entries, got shape {array.shape}")
+    _require(int(row.token_ids.min()) >= 0, f"{path}.token_ids", f"negative token id {int(row.token_ids.min())}")
+    _require(
+        int(row.policy_mask.max()) <= 1, f"{path}.policy_mask", f"expected 0 or 1, got {int(row.policy_mask.max())}"
+    )
+    policy = row.policy_mask.astype(bool)
+    logprobs = row.behaviour_logprobs
+    _require(bool(np.isfinite(logprobs).all()), f"{path}.behaviour_logprobs", "non-finite value")
+    _require(bool((logprobs <= 1e-4).all()), f"{path}.behaviour_logprobs", f"log-probability above 0: {logprobs.max()}")
+    _require(not logprobs[~policy].any(), f"{path}.behaviour_logprobs", "non-zero outside the policy mask")
+    for name in ("policy_versions", "turn_index"):
+        array = getattr(row, name)
+        _require(bool((array[policy] >= 0).all()), f"{path}.{name}", "negative at a policy token")
+        _require(bool((array[~policy] == -1).all()), f"{path}.{name}", "not -1 outside the policy mask")
+    _check_placeholders(row.token_ids, row.images, path, vision)
+    if vision is not None:
+        sampled = np.isin(row.token_ids[policy], np.asarray(vision.forbidden_token_ids))
+        _require(not sampled.any(), f"{path}.token_ids", "the policy sampled a vision token")
+
+
+def _check_placeholders(ids: np.ndarray, images: Sequence[ImageRef], path: str, vision: VisionTokens | None) -> None:
+    if vision is None:
+        _require(not images, f"{path}.images", "images without `vision`")
+        return
+    placeholders = np.flatnonzero(ids == vision.image_token_id)
+    spans = []
+    for index, image in enumerate(images):
+        t, h, w = image.grid_thw
+        expected, odd = divmod(t * h * w, vision.merge_size**2)
+        where = f"{path}.images[{index}]"
+        _require(min(t, h, w) > 0 and not odd, f"{where}.grid_thw", f"not a grid of merged patches: {image.grid_thw}")
+        _require(
+            image.num_tokens == expected,
+            f"{where}.num_tokens",
+            f"expected {expected} for its grid, got {image.num_tokens}",
+        )
+        _require(0 <= image.start <= len(ids) - expected, f"{where}.start", f"{image.start} is outside the row")
+        spans.append(np.arange(image.start, image.start + expected))
+    named = np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)
+    _require(
+        np.array_equal(named, placeholders),
+        f"{path}.images",
+        f"{len(images)} images take {len(named)} placeholders, the row has {len(placeholders)} (or at other positions)",
+    )
+
+
+def _check_turns(t: Trajectory) -> None:
+    _require(len(t.turns) > 0, "turns", "is empty")
+    covered = [np.zeros(len(row.token_ids), dtype=bool) for row in t.rows]
+    for position, turn in enumerate(t.turns):
+        path = f"turns[{position}]"
+        _require(turn.index == t.turns[0].index + position, f"{path}.index", f"not consecutive: {turn.index}")
+        _require(0 <= turn.row < len(t.rows), f"{path}.row", f"{turn.row} of {len(t.rows)} rows")
+        row = t.rows[turn.row]
+        inside = 0 <= turn.start < turn.end <= len(row.token_ids)
+        _require(inside, f"{path}.start", f"[{turn.start}, {turn.end}) is empty or outside the row")
+        span = slice(turn.start, turn.end)
+        _require(bool(row.policy_mask[span].all()), f"{path}.start", "covers tokens that the policy did not sample")
+        _require(bool((row.turn_index[span] == turn.index).all()), f"{path}.index", "differs from the row's turn_index")
+        _require(not covered[turn.row][span].any(), f"{path}.start", "overlaps another turn")
+        covered[turn.row][span] = True
+    for index, row in enumerate(t.rows):
+        _require(
+            np.array_equal(covered[index], row.policy_mask.astype(bool)),
+            f"rows[{index}].policy_mask",
+            "marks tokens that belong to no turn",
+        )
+
+
+def _check_rewards(t: Trajectory) -> None:
+    for index, entry in enumerate(t.rewards):
+        path = f"rewards[{index}]"
+        _require(0 < len(entry.component) <= MAX_NAME_LENGTH, f"{path}.component", "is empty or too long")
+        _require(bool(np.isfinite(entry.value)), f"{path}.value", f"non-finite: {entry.value}")
+        _require(0 <= entry.row < len(t.rows), f"{path}.row", f"{entry.row} of {len(t.rows)} rows")
+        mask = t.rows[entry.row].policy_mask
+        paid = 0 <= entry.token < len(mask) and bool(mask[entry.token])
+        _require(paid, f"{path}.token", f"{entry.token} is not a policy token of its row")
+
+
+def _check_end(t: Trajectory) -> None:
+    if t.end is End.TERMINATED:
+        _require(t.bootstrap is None, "bootstrap", "present although the episode terminated")
+        return
+    _require(t.bootstrap is not None, "bootstrap", f"required when the episode was {t.end.value}")
+    assert isinstance(t.bootstrap, BootstrapPrompt)
+    ids = t.bootstrap.token_ids
+    _require(
+        ids.dtype == np.int32 and ids.ndim == 1 and len(ids) > 0, "bootstrap.token_ids", "expected int32 [T], T > 0"
+    )
+    _check_placeholders(ids, t.bootstrap.images, "bootstrap", t.vision)
+    _require((t.end is End.CUT) != t.is_last, "is_last", f"{t.is_last} although the trajectory is {t.end.value}")
+
+
+def _check_images(t: Trajectory) -> None:
+    referenced = {image.content_hash for row in t.rows for image in row.images}
+    if t.bootstrap is not None:
+        referenced |= {image.content_hash for image in t.bootstrap.images}
+    missing = referenced - t.images.keys()
+    _require(not missing, "images", f"missing {len(missing)} of {len(referenced)} referenced images")
+    _require(not t.images.keys() - referenced, "images", "holds images that no row refers to")
+    for name, encoded in t.images.items():
+        _require(content_hash(encoded) == name, f"images[{name[:64]}]", "bytes do not have this content hash")
