@@ -140,8 +140,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 def _explain(problem: str, path: str, value: object) -> str:
     unknown = re.match(r"Object contains unknown field `(.+)`", problem)
     if unknown:
-        known = ", ".join(sorted(value)) if isinstance(value, dict) else ""
-        return f"{path}.{unknown[1]}: unknown key" + (f" among {known}" if known else "")
+        return f"{path}.{unknown[1]}: unknown key"
     missing = re.match(r"Object missing required field `(.+)`", problem)
     if missing:
         return f"{path}.{missing[1]}: required key is missing"

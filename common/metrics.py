@@ -32,7 +32,7 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
         ("fate",),
     ),
     "vagen_buffer_refused_total": ("Refused trajectories, by field", ("field",)),
-    "vagen_buffer_bytes_total": ("Payload bytes stored", ()),
+    "vagen_buffer_stored_bytes_total": ("Payload bytes stored", ()),
     "vagen_buffer_grants_total": ("Start credits granted", ()),
     "vagen_buffer_failed_episodes_total": ("Episodes that ended as infrastructure failures", ()),
     "vagen_buffer_wait_seconds_total": ("Seconds the ingest waited, by what for", ("what",)),

@@ -104,10 +104,10 @@ def _check_row(row: Row, path: str, vision: VisionTokens | None) -> None:
         array = getattr(row, name)
         _require(bool((array[policy] >= 0).all()), f"{path}.{name}", "negative at a policy token")
         _require(bool((array[~policy] == -1).all()), f"{path}.{name}", "not -1 outside the policy mask")
-    _check_placeholders(row.token_ids, row.images, path, vision)
     if vision is not None:
         sampled = np.isin(row.token_ids[policy], np.asarray(vision.forbidden_token_ids))
         _require(not sampled.any(), f"{path}.token_ids", "the policy sampled a vision token")
+    _check_placeholders(row.token_ids, row.images, path, vision)
 
 
 def _check_placeholders(ids: np.ndarray, images: Sequence[ImageRef], path: str, vision: VisionTokens | None) -> None:

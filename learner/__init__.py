@@ -1,0 +1,1 @@
+"""The learner process: batches from the buffer, advantages, losses, Megatron steps, checkpoints and publishes."""

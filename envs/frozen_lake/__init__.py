@@ -1,0 +1,1 @@
+"""FrozenLake: Gymnasium's dynamics and pictures, our levels, turns, formats and rewards."""

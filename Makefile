@@ -1,0 +1,49 @@
+# Two commands on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+
+PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 2>/dev/null))
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# One thread per process: two threads under contention are many times slower on small machines.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: help dev demo test ci check lint types packaging format clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+dev: $(INSTALLED)  ## create .venv and install everything; TORCH_INDEX_URL names another index for torch
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), f"Python 3.11-3.13 is needed, got {sys.version}"'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	mkdir -p .links && ln -sfn .. .links/vagen
+	touch $@
+
+demo: $(INSTALLED)  ## train the tiny model on FrozenLake with every process running; SEED=0, ARGS="--fresh"
+	$(BIN)/vagen demo --seed $(or $(SEED),0) $(ARGS)
+
+test: $(INSTALLED)  ## unit and integration tests
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+ci: check  ## what continuous integration runs: check, all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types  ## lint and types (packaging is tested by tests/test_packaging.py)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy actor buffer common configs envs learner tools
+
+format: $(INSTALLED)  ## rewrite the code in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what make and the tests created, except runs/
+	rm -rf .venv .links .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,273 @@
+"""transformers' Qwen2 or Qwen2.5-VL, run by a lean forward pass over its own parameters with a slot KV cache.
+
+Owns the parameters, the KV cache, and the two forward passes: `prefill` of whole prompts and `decode` of one token
+for every running slot. The formulas are those of transformers' modules; what is left out is their Python overhead,
+which dominates a small model: projections that read the same input are one matrix product, because their parameters
+are laid out as views of one tensor. Knows nothing of requests, sampling or weight updates.
+
+Legend: n prompts, L padded length, R running slots (0..R-1), T cached tokens, H hidden width, V vocabulary,
+D head width, P patches, M image tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from vagen.actor.local_engine.config import EngineConfig
+from vagen.common.errors import ConfigError
+from vagen.common.vision import BatchedVisionTower, Grid, ImageSpec
+
+__all__ = ["EngineModel", "VisionTokens"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class VisionTokens:
+    """Ids of the special tokens around images."""
+
+    image: int
+    video: int
+    start: int
+    end: int
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Ids that are never sampled: a row of text with one of them could not be trained on."""
+        return (self.image, self.video, self.start, self.end)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Parameters of one decoder layer; `qkv` and `gate_up` are the tensors that transformers' parameters view."""
+
+    norm1: Tensor
+    norm2: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class EngineModel:
+    """A model in memory, its KV cache, and its forward passes. One thread uses it."""
+
+    def __init__(self, model_dir: Path, config: EngineConfig) -> None:
+        """Load `model_dir`. Raises ConfigError where it holds no model of a supported family."""
+        self.device = torch.device(config.device)
+        self.dtype = _DTYPES[config.dtype]
+        self.hf = _load(model_dir, self.dtype).to(self.device).eval().requires_grad_(False)
+        is_vl = isinstance(self.hf, Qwen2_5_VLForConditionalGeneration)
+        self._text: Any = self.hf.model.language_model if is_vl else self.hf.model
+        text = self._text.config
+        _check_supported(text)
+        self.vocab_size = int(text.vocab_size)
+        self.max_context = min(config.max_context, int(text.max_position_embeddings))
+        self.is_tied = self.hf.lm_head.weight is self._text.embed_tokens.weight
+        self.eos_token_ids = _eos_token_ids(self.hf)
+        self.vision_tokens: VisionTokens | None = None
+        self.image_spec: ImageSpec | None = None
+        if is_vl:
+            raw = self.hf.config
+            self.vision_tokens = VisionTokens(
+                raw.image_token_id, raw.video_token_id, raw.vision_start_token_id, raw.vision_end_token_id
+            )
+            self.image_spec = ImageSpec.load(model_dir)
+            self._visual = BatchedVisionTower(self.hf.model.visual)
+        self._num_heads = int(text.num_attention_heads)
+        self._num_kv_heads = int(text.num_key_value_heads)
+        self._head_dim = int(text.hidden_size) // self._num_heads
+        self._eps = float(text.rms_norm_eps)
+        self._layers = [_fuse(layer) for layer in self._text.layers]
+        self._make_rope_table()
+        shape = (len(self._layers), 2, config.max_running, self.max_context, self._num_kv_heads, self._head_dim)
+        self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        """Keys and values [layer, key or value, slot, token, head, D]."""
+        self._arange = torch.arange(max(config.max_running, self.max_context), device=self.device)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, a tied head counted once."""
+        return sum(p.numel() for p in self.hf.parameters())
+
+    def image_features(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        """Features [M_i, H] of each image, from its patches float32 [P_i, D_patch]."""
+        assert self.image_spec is not None
+        features = self._visual(torch.cat(tuple(patches)).to(self.device), grids)
+        return list(features.split([self.image_spec.num_tokens(grid) for grid in grids]))
+
+    def prefill(
+        self,
+        first_slot: int,
+        ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        features: Sequence[Tensor],
+    ) -> Tensor:
+        """Fill slots `first_slot ..` with n prompts and return the logits [n, V] after each one's last token.
+
+        `ids` [n, L] and `positions` [3, n, L] are padded on the right, which a causal mask makes harmless; `features`
+        are those of all images in the order of their placeholders.
+        """
+        n, length = ids.shape
+        flat_ids = torch.from_numpy(ids.reshape(-1)).to(self.device)
+        x = F.embedding(flat_ids, self._text.embed_tokens.weight)
+        if features:
+            assert self.vision_tokens is not None
+            where = torch.from_numpy(np.flatnonzero(ids == self.vision_tokens.image)).to(self.device)
+            x.index_copy_(0, where, torch.cat(tuple(features)))
+        cos, sin = self._rotation(torch.from_numpy(positions.reshape(3, -1)).to(self.device))
+        group = self._num_heads // self._num_kv_heads
+        for index, layer in enumerate(self._layers):
+            query_key, value = self._project(layer, x, cos, sin)
+            query_key = query_key.view(n, length, -1, self._head_dim)
+            key = query_key[:, :, self._num_heads :]
+            value = value.view(n, length, self._num_kv_heads, self._head_dim)
+            slots = self._cache[index, :, first_slot : first_slot + n, :length]
+            slots[0], slots[1] = key, value
+            attended = F.scaled_dot_product_attention(
+                query_key[:, :, : self._num_heads].transpose(1, 2),
+                key.repeat_interleave(group, 2).transpose(1, 2),
+                value.repeat_interleave(group, 2).transpose(1, 2),
+                is_causal=True,
+            )
+            x = self._finish_layer(layer, x, attended.transpose(1, 2).reshape(n * length, -1))
+        last = torch.from_numpy(np.arange(n) * length + lengths - 1).to(self.device)
+        return self._head(x[last])
+
+    def decode(self, ids: NDArray[np.int64], positions: NDArray[np.int64], lengths: NDArray[np.int64]) -> Tensor:
+        """Append token `ids[r]` to slot r, for the slots 0..R-1, and return the logits [R, V] after it.
+
+        `positions` [R] is the M-RoPE position, equal on all three axes; `lengths` [R] counts the tokens cached so far.
+        """
+        running, longest = len(ids), int(lengths.max()) + 1
+        x = F.embedding(torch.from_numpy(ids).to(self.device), self._text.embed_tokens.weight)
+        where = torch.from_numpy(positions).to(self.device)
+        cos, sin = self._cos[where, None], self._sin[where, None]
+        cached = torch.from_numpy(lengths).to(self.device)
+        visible = (self._arange[:longest] <= cached[:, None])[:, None, None]
+        entry = self._arange[:running] * self.max_context + cached
+        heads = (running, self._num_kv_heads, -1, self._head_dim)
+        for index, layer in enumerate(self._layers):
+            query_key, value = self._project(layer, x, cos, sin)
+            keys, values = self._cache[index]
+            keys.view(-1, self._num_kv_heads, self._head_dim).index_copy_(0, entry, query_key[:, self._num_heads :])
+            values.view(-1, self._num_kv_heads, self._head_dim).index_copy_(0, entry, value)
+            # The query heads that share a key head stand in the place of query positions: nothing is repeated.
+            attended = F.scaled_dot_product_attention(
+                query_key[:, : self._num_heads].view(heads),
+                keys[:running, :longest].transpose(1, 2),
+                values[:running, :longest].transpose(1, 2),
+                attn_mask=visible,
+            )
+            x = self._finish_layer(layer, x, attended.reshape(running, -1))
+        return self._head(x)
+
+    def move_slot(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of one slot over those of another."""
+        self._cache[:, :, target, :length] = self._cache[:, :, source, :length]
+
+    def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys [N, heads + kv_heads, D], values [N, kv_heads, D] of N tokens [N, H]."""
+        normed = F.rms_norm(x, (x.shape[-1],), layer.norm1, self._eps)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, self._head_dim)
+        query_key = qkv[:, : self._num_heads + self._num_kv_heads]
+        rotated = torch.addcmul(query_key * cos, query_key.roll(self._head_dim // 2, -1), sin)
+        return rotated, qkv[:, self._num_heads + self._num_kv_heads :]
+
+    def _finish_layer(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + F.linear(attended, layer.out)
+        gate, up = F.linear(F.rms_norm(x, (x.shape[-1],), layer.norm2, self._eps), layer.gate_up).chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, layer.down)
+
+    def _head(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x, (x.shape[-1],), self._text.norm.weight, self._eps)
+        return F.linear(normed, self.hf.lm_head.weight).float()
+
+    def _make_rope_table(self) -> None:
+        """Tables [max_context, D]; the sign of `rotate_half` is in the sine, so that it becomes a roll by D / 2."""
+        frequencies = self._text.rotary_emb.inv_freq.float()
+        angles = torch.arange(self.max_context, device=self.device).float()[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), -1).to(self.dtype)
+        self._sin = torch.cat((-sin, sin), -1).to(self.dtype)
+        sections = self._text.config.rope_parameters.get("mrope_section") or [len(frequencies)]
+        axis = torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+        self._axis = torch.cat((axis, axis)).to(self.device)
+        """[D]: which of the three position axes turns this component."""
+        self._component = torch.arange(self._head_dim, device=self.device)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, 1, D] of positions [3, N]."""
+        rows = positions[self._axis].T
+        return self._cos[rows, self._component][:, None], self._sin[rows, self._component][:, None]
+
+
+def _load(model_dir: Path, dtype: torch.dtype) -> Any:
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"{model_dir}: expected a model folder with a config.json")
+    kinds = {"qwen2_5_vl": Qwen2_5_VLForConditionalGeneration, "qwen2": Qwen2ForCausalLM}
+    model_type = AutoConfig.from_pretrained(model_dir).model_type
+    if model_type not in kinds:
+        raise ConfigError(f"{model_dir}: the local engine runs {', '.join(kinds)}, got model type {model_type}")
+    disable_progress_bar()
+    model, report = kinds[model_type].from_pretrained(model_dir, dtype=dtype, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(f"{model_dir}: the weights lack {len(missing)} parameters, first {missing[0]}")
+    return model
+
+
+def _check_supported(text: Any) -> None:
+    rope = text.rope_parameters.get("rope_type", "default")
+    if rope != "default":
+        raise ConfigError(f"local engine: rope type must be default, got {rope}")
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        raise ConfigError("local engine: sliding-window attention is not supported; use SGLang")
+    if text.hidden_act != "silu":
+        raise ConfigError(f"local engine: hidden_act must be silu, got {text.hidden_act}")
+
+
+def _eos_token_ids(hf: Any) -> tuple[int, ...]:
+    for source in (hf.generation_config, hf.config.get_text_config()):
+        raw = getattr(source, "eos_token_id", None)
+        if raw is not None:
+            return tuple(raw) if isinstance(raw, list) else (int(raw),)
+    return ()
+
+
+def _fuse(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    return _Layer(
+        norm1=layer.input_layernorm.weight,
+        norm2=layer.post_attention_layernorm.weight,
+        qkv=_share([p.weight for p in projections]),
+        qkv_bias=_share([p.bias for p in projections]),
+        out=attention.o_proj.weight,
+        gate_up=_share([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.down_proj.weight,
+    )
+
+
+def _share(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor of all rows; the parameters become views of it, so that writing to them writes to it."""
+    fused = torch.cat([p.data for p in parameters])
+    for parameter, rows in zip(parameters, fused.split([len(p) for p in parameters]), strict=True):
+        parameter.data = rows
+    return fused

@@ -1,0 +1,212 @@
+"""New weights for the engine: names, checks, groups with the trainer, and a staging area.
+
+An update is `begin`, any number of `receive` or `read_folder`, `end`. Tensors are checked by name, type and shape
+before a byte of them is received, and arrive in tensors of their own; the model changes only when the engine applies
+what `end` returned, between two of its steps. An update that fails or is given up therefore needs no undoing. The
+price is memory for a second copy while an update runs.
+
+All methods but `discard` run on one thread, the engine's administration thread, and may block up to the time-out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from vagen.common.weight_transfer import (
+    broadcast,
+    connect_store,
+    dtype_name,
+    join_group,
+    leave_group,
+    split_bucket,
+    tensor_checksum,
+)
+
+__all__ = ["StagedWeights", "WeightReceiver", "WeightUpdateError", "engine_name"]
+
+logger = logging.getLogger(__name__)
+
+_HEAD = "lm_head.weight"
+_MAX_GROUPS = 4
+"""Trainers that died leave their groups behind: the oldest makes room."""
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class WeightUpdateError(Exception):
+    """An update that cannot go on; answered with 400, and the weights in force stay in force."""
+
+
+@dataclass
+class StagedWeights:
+    """What an update has received so far."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By engine name."""
+    version: str | None = None
+    """None keeps the version."""
+    failure: str | None = None
+    """Why this update can only be begun anew."""
+
+
+def engine_name(name: str) -> str:
+    """transformers' name of a parameter -> the engine's (SGLang's): `visual.*`, `model.*`, `lm_head.weight`."""
+    for prefix, renamed in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+        if name.startswith(prefix):
+            return renamed + name.removeprefix(prefix)
+    return name
+
+
+class WeightReceiver:
+    """Receives weights into a staging area."""
+
+    def __init__(self, model: nn.Module, *, is_tied: bool, timeout_s: float) -> None:
+        self._parameters = {engine_name(name): parameter for name, parameter in model.named_parameters()}
+        self._is_tied = is_tied
+        self._timeout_s = timeout_s
+        self._groups: dict[str, ProcessGroup] = {}
+        self._staged: StagedWeights | None = None
+
+    def init_group(self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
+        """Join the trainer's group. Raises WeightUpdateError when it does not come within the time-out."""
+        if name in self._groups:
+            raise WeightUpdateError(f"group_name: {name} exists; destroy it first")
+        while len(self._groups) >= _MAX_GROUPS:
+            self.destroy_group(next(iter(self._groups)))
+        try:
+            store = connect_store(host, port, self._timeout_s)
+            self._groups[name] = join_group(
+                store, name, rank=rank, world_size=world_size, backend=backend, timeout_s=self._timeout_s
+            )
+        except (RuntimeError, ValueError) as error:
+            raise WeightUpdateError(f"group {name} at {host}:{port}: {error}") from error
+        logger.info("joined group %s at %s:%d as %d of %d", name, host, port, rank, world_size)
+
+    def destroy_group(self, name: str) -> None:
+        """Leave a group. Raises WeightUpdateError where there is none of that name."""
+        group = self._groups.pop(name, None)
+        if group is None:
+            raise WeightUpdateError(f"group_name: no group {name}; known are {sorted(self._groups)}")
+        leave_group(group)
+
+    def begin(self) -> None:
+        """Start an update; one that was not ended is dropped."""
+        self._staged = StagedWeights()
+
+    def discard(self) -> None:
+        """Give up the update that runs, if any. Any thread may call this."""
+        self._staged = None
+
+    def receive(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        flattened: bool,
+        version: str | None,
+    ) -> None:
+        """Receive tensors from rank 0, one by one or as one flattened bucket. Raises WeightUpdateError."""
+        staged = self._open()
+        group = self._groups.get(group_name)
+        if group is None:
+            raise WeightUpdateError(f"group_name: no group {group_name}; known are {sorted(self._groups)}")
+        kinds = self._check(names, dtypes, shapes)
+        device = next(iter(self._parameters.values())).device
+        try:
+            if flattened:
+                size = sum(kind.itemsize * torch.Size(shape).numel() for kind, shape in zip(kinds, shapes, strict=True))
+                flat = torch.empty(size, dtype=torch.uint8, device=device)
+                broadcast(group, flat)
+                tensors = split_bucket(flat, kinds, shapes)
+            else:
+                tensors = [torch.empty(tuple(s), dtype=k, device=device) for k, s in zip(kinds, shapes, strict=True)]
+                for tensor in tensors:
+                    broadcast(group, tensor)
+        except RuntimeError as error:
+            staged.failure = f"receiving {len(names)} tensors over {group_name}: {error}"
+            self.destroy_group(group_name)
+            raise WeightUpdateError(staged.failure) from error
+        self._stage(staged, dict(zip(names, tensors, strict=True)), version)
+
+    def read_folder(self, folder: Path, version: str | None) -> None:
+        """Stage every parameter found in the `*.safetensors` of a model folder. Raises WeightUpdateError."""
+        staged = self._open()
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise WeightUpdateError(f"model_path: no *.safetensors in {folder}")
+        for file in files:
+            tensors = {engine_name(name): tensor for name, tensor in load_file(file).items()}
+            self._check(
+                list(tensors), [dtype_name(t.dtype) for t in tensors.values()], [t.shape for t in tensors.values()]
+            )
+            self._stage(staged, tensors, version)
+        missing = sorted(set(self._parameters) - set(staged.tensors))
+        if missing:
+            staged.failure = f"model_path: {folder} lacks {len(missing)} parameters, first {missing[0]}"
+            raise WeightUpdateError(staged.failure)
+
+    def end(self, version: str | None = None) -> StagedWeights:
+        """Close the update and hand over what it received. Raises WeightUpdateError when it had failed."""
+        staged = self._open()
+        self._staged = None
+        if version is not None:
+            staged.version = version
+        return staged
+
+    def apply(self, staged: StagedWeights) -> None:
+        """Write staged tensors into the model. Only the engine's thread may call this, between two steps."""
+        for name, tensor in staged.tensors.items():
+            self._parameters[name].data.copy_(tensor)
+
+    def checksums(self) -> dict[str, str]:
+        """`tensor_checksum` of every parameter in force, by engine name; a tied head is not a parameter."""
+        return {name: tensor_checksum(parameter) for name, parameter in self._parameters.items()}
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._groups):
+            self.destroy_group(name)
+
+    def _open(self) -> StagedWeights:
+        if self._staged is None:
+            raise WeightUpdateError(
+                "no update runs: call /begin_weight_update first (a pause that ran out ends it too)"
+            )
+        if self._staged.failure is not None:
+            raise WeightUpdateError(f"this update failed, begin anew: {self._staged.failure}")
+        return self._staged
+
+    def _stage(self, staged: StagedWeights, tensors: Mapping[str, Tensor], version: str | None) -> None:
+        if self._staged is not staged:
+            raise WeightUpdateError("the update was given up while it received")
+        staged.tensors.update((name, tensor) for name, tensor in tensors.items() if name in self._parameters)
+        if version is not None:
+            staged.version = version
+
+    def _check(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[torch.dtype]:
+        """The dtypes, once names, dtypes and shapes are those of the model."""
+        if not len(names) == len(dtypes) == len(shapes) or not names:
+            raise WeightUpdateError(f"names, dtypes, shapes: {len(names)}, {len(dtypes)} and {len(shapes)} entries")
+        if len(set(names)) != len(names):
+            raise WeightUpdateError("names: the same name twice")
+        kinds = []
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            # A trainer may send a tied head along: it is received, as the bucket contains it, and left out.
+            parameter = self._parameters.get(_EMBEDDING if name == _HEAD and self._is_tied else name)
+            if parameter is None:
+                raise WeightUpdateError(f"names: the model has no parameter {name}")
+            if dtype != dtype_name(parameter.dtype):
+                raise WeightUpdateError(f"dtypes: {name} is {dtype_name(parameter.dtype)}, got {dtype}")
+            if tuple(shape) != tuple(parameter.shape):
+                raise WeightUpdateError(f"shapes: {name} is {list(parameter.shape)}, got {list(shape)}")
+            kinds.append(parameter.dtype)
+        return kinds

@@ -1,0 +1,168 @@
+"""An actor process put together: engine, renderer, spool, socket and loop; ready file, signals and orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vagen.actor.child_engine import child_engine
+from vagen.actor.client import HttpEngineClient
+from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
+from vagen.actor.loop import ActorLoop
+from vagen.actor.rendering import ChatRenderer
+from vagen.actor.sender import Presence, Sender
+from vagen.actor.spool import Spool
+from vagen.common.config import RunConfig, section, to_plain
+from vagen.common.metrics import Metrics
+from vagen.common.wire import EngineAnnouncement
+from vagen.envs.registry import parse_environment_config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorOptions:
+    """What the command line says. `engine` is a URL, or `local` for an engine of the actor's own."""
+
+    engine: str
+    buffer: str
+    model_dir: Path
+    name: str
+    run_dir: Path
+    data_dir: Path
+    recipe_source: str | None = None
+    overrides: Sequence[str] = ()
+
+    @property
+    def actor_dir(self) -> Path:
+        """Ready file, log and resolved settings of this actor."""
+        return self.run_dir / self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSections:
+    """The sections of a recipe that an actor uses, validated."""
+
+    run: RunConfig
+    actor: ActorConfig
+    env: EnvSection
+    harness: HarnessConfig
+
+    @classmethod
+    def of(cls, recipe: dict[str, Any]) -> ActorSections:
+        """Raises `ConfigError` naming the first setting that cannot work."""
+        env = section(recipe, "env", EnvSection)
+        parse_environment_config(env.name, env.config)
+        return cls(
+            run=section(recipe, "run", RunConfig),
+            actor=section(recipe, "actor", ActorConfig),
+            env=env,
+            harness=section(recipe, "harness", HarnessConfig),
+        )
+
+
+async def serve(options: ActorOptions, sections: ActorSections) -> None:
+    """Run an actor until SIGTERM or SIGINT.
+
+    Raises a `ConfigError`, `EngineUnavailableError` or `BufferUnavailableError` within `connect_timeout_s` when
+    something is missing at start.
+    """
+    config = sections.actor
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    ready = options.actor_dir / "ready.json"
+    ready.unlink(missing_ok=True)
+    metrics = Metrics("vagen_actor", sections.run.name)
+    presence = Presence()
+    renderer = ChatRenderer.load(options.model_dir)
+    spool = Spool(options.data_dir, sections.run.name, config.spool_max_bytes)
+    try:
+        sender = Sender(
+            options.buffer,
+            spool,
+            presence,
+            metrics,
+            run_id=sections.run.name,
+            window=config.window,
+            heartbeat_s=config.heartbeat_s,
+        )
+        async with _serving(sender, config.connect_timeout_s):
+            async with _engine_url(options) as url:
+                client = HttpEngineClient(url, renderer, api_key=config.engine_api_key, retries=config.engine_retries)
+                try:
+                    identity = await client.connect(config.connect_timeout_s)
+                    presence.engines = (
+                        EngineAnnouncement(url=client.url, kind=identity.kind, incarnation=identity.incarnation),
+                    )
+                    actor = ActorLoop(
+                        run=sections.run,
+                        config=config,
+                        env=sections.env,
+                        harness=sections.harness,
+                        renderer=renderer,
+                        client=client,
+                        spool=spool,
+                        sender=sender,
+                        presence=presence,
+                        metrics=metrics,
+                    )
+                    _write_ready(options, sections, spool.actor_id, client.url, metrics.serve(config.metrics_port))
+                    await actor.run(stop)
+                finally:
+                    await client.close()
+    finally:
+        ready.unlink(missing_ok=True)
+        await spool.close()
+
+
+def _engine_url(options: ActorOptions) -> AbstractAsyncContextManager[str]:
+    if options.engine != "local":
+        return nullcontext(options.engine)
+    arguments = ["--config", options.recipe_source] if options.recipe_source else []
+    for override in options.overrides:
+        arguments += ["--set", override]
+    return child_engine(options.model_dir, options.actor_dir / "engine", arguments)
+
+
+@asynccontextmanager
+async def _serving(sender: Sender, timeout_s: float) -> AsyncIterator[None]:
+    """The sender at work, once the buffer has answered; says good-bye at the end."""
+    sender.open()
+    try:
+        async with asyncio.TaskGroup() as group:
+            work = group.create_task(sender.run(), name="sender")
+            await sender.wait_for_buffer(timeout_s)
+            yield
+            work.cancel()
+    finally:
+        await sender.close()
+
+
+def _write_ready(options: ActorOptions, sections: ActorSections, actor_id: str, engine: str, port: int) -> None:
+    """Write `ready.json`, which exists while episodes may run, and the settings that are in force."""
+    folder = options.actor_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {name: to_plain(getattr(sections, name)) for name in ("run", "actor", "env", "harness")}
+    settings["actor"]["engine_api_key"] = "set" if sections.actor.engine_api_key else ""
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    ready = {
+        "pid": os.getpid(),
+        "actor_id": actor_id,
+        "engine": engine,
+        "buffer": options.buffer,
+        "metrics_port": port,
+    }
+    partial = folder / "ready.json.partial"
+    partial.write_text(json.dumps(ready) + "\n")
+    partial.replace(folder / "ready.json")
+    logger.info("actor %s ready: engine %s, buffer %s", actor_id, engine, options.buffer)

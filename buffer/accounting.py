@@ -1,0 +1,196 @@
+"""The accounting identity and the live state of a run, read from Redis in one snapshot.
+
+    produced = trained + filtered + stale + refused + evicted + pending + in_flight
+
+`produced` and `in_flight` are what the actors say in their heartbeats; every other term is decided in Redis, once
+per trajectory id. The two sides are of different ages while actors run, and equal when they have drained.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import msgspec
+import redis
+
+from vagen.buffer import admission
+from vagen.buffer.connection import first_contact, make_client
+from vagen.buffer.keys import Key, Keys
+
+REASONS = ("trained", "filtered", "stale", "refused", "evicted", "ready", "awaiting_group", "claimed", "in_flight")
+"""Terms of the right-hand side; the three before the last are together `pending`."""
+
+
+class ActorAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """One actor's side of the accounting, as of its last heartbeat."""
+
+    actor_id: str
+    journalled: int
+    in_flight: int
+    age_s: float
+    """Seconds since that heartbeat."""
+    closing: bool
+    """The actor said goodbye; nothing changes until it starts again."""
+
+
+class Accounting(msgspec.Struct, frozen=True, kw_only=True):
+    """All terms of the identity, in trajectories, and what is counted apart from it."""
+
+    produced: int
+    trained: int
+    filtered: int
+    stale: int
+    refused: int
+    evicted: int
+    ready: int
+    awaiting_group: int
+    claimed: int
+    in_flight: int
+    actors: tuple[ActorAccount, ...]
+    refused_by_field: dict[str, int]
+    duplicates: int
+    """Resends of decided trajectories."""
+    malformed: int
+    """Messages that could not be attributed to a trajectory."""
+    failed_episodes: int
+    """Ended as infrastructure failures, reported by the actor."""
+    tasks_abandoned: int
+    """Given up after `buffer.max_attempts`."""
+    episodes_abandoned: int
+    """Cut episodes whose rest never came."""
+
+    @property
+    def pending(self) -> int:
+        """Stored and not decided yet."""
+        return self.ready + self.awaiting_group + self.claimed
+
+    @property
+    def accounted(self) -> int:
+        """The right-hand side of the identity."""
+        return sum(getattr(self, reason) for reason in REASONS)
+
+    @property
+    def identity_holds(self) -> bool:
+        """Whether both sides are equal."""
+        return self.produced == self.accounted
+
+    @property
+    def actors_age_s(self) -> float:
+        """Age of the oldest heartbeat of an actor that has not said goodbye; 0 without one."""
+        return max((actor.age_s for actor in self.actors if not actor.closing), default=0.0)
+
+
+class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Live state, for screens and for the learner's decisions."""
+
+    ready: int
+    awaiting_group: int
+    claimed: int
+    untrained: int
+    """Those of `claimed` that no optimizer step has used."""
+    running: int
+    """Task leases."""
+    num_bytes: int
+    claimed_bytes: int
+    room_bytes: int
+    """Promised to incomplete groups."""
+    capacity_bytes: int
+    """0 while no ingest has served this run."""
+    learner_step: int
+    """-1 until a learner has registered."""
+    policy_version: int
+    """Newest version that an engine serves; -1 until one does."""
+    engines: int
+    """Admitted to take traffic."""
+    actors: int
+    tasks_granted: int
+
+
+def read_accounting(client: redis.Redis, keys: Keys) -> Accounting:
+    """A snapshot of the identity."""
+    pipe: Any = client.pipeline(transaction=True)
+    pipe.hgetall(keys[Key.STAT])
+    pipe.hgetall(keys[Key.ACTORS])
+    pipe.hgetall(keys[Key.REFUSED_FIELDS])
+    stat, heartbeats, fields = pipe.execute()
+    now = time.time()
+    actors = tuple(
+        ActorAccount(
+            actor_id=actor_id.decode(),
+            journalled=beat["journalled"],
+            in_flight=beat["in_flight"],
+            age_s=max(0.0, now - beat["at"]),
+            closing=beat["closing"],
+        )
+        for actor_id, beat in sorted((name, json.loads(text)) for name, text in heartbeats.items())
+    )
+    terms = ("trained", "filtered", "stale", "refused", "evicted", "ready", "claimed", "duplicates", "malformed")
+    apart = ("failed_episodes", "tasks_abandoned", "episodes_abandoned")
+    counts = {name: int(stat.get(name.encode(), 0)) for name in (*terms, *apart)}
+    return Accounting(
+        produced=sum(actor.journalled for actor in actors),
+        in_flight=sum(actor.in_flight for actor in actors),
+        awaiting_group=int(stat.get(b"awaiting", 0)),
+        actors=actors,
+        refused_by_field={field.decode(): int(count) for field, count in sorted(fields.items())},
+        **counts,
+    )
+
+
+def read_status(client: redis.Redis, keys: Keys) -> BufferStatus:
+    """A snapshot of the live state."""
+    pipe: Any = client.pipeline(transaction=True)
+    pipe.hgetall(keys[Key.STAT])
+    pipe.hmget(keys[Key.LEARNER], "step", "published")
+    pipe.hget(keys[Key.CONFIG], "capacity_bytes")
+    pipe.hlen(keys[Key.ACTORS])
+    pipe.get(keys[Key.TASK_NEXT])
+    admission.queue_pacing(pipe, keys)
+    stat, (step, published), capacity, actors, tasks, *replies = pipe.execute()
+    pacing = admission.parse_pacing(replies, max_running=0)
+    names = {"ready": b"ready", "awaiting_group": b"awaiting", "claimed": b"claimed", "num_bytes": b"bytes"}
+    names |= {"claimed_bytes": b"claimed_bytes", "room_bytes": b"room"}
+    return BufferStatus(
+        untrained=pacing.untrained,
+        running=pacing.running,
+        capacity_bytes=int(capacity or 0),
+        learner_step=-1 if step is None else int(step),
+        policy_version=-1 if published is None else int(published),
+        engines=pacing.engines,
+        actors=actors,
+        tasks_granted=int(tasks or 0),
+        **{name: int(stat.get(field, 0)) for name, field in names.items()},
+    )
+
+
+def audit(redis_url: str, run_name: str) -> Accounting:
+    """The accounting of a run by its Redis URL.
+
+    Raises `BufferUnavailableError` within seconds when nobody answers there.
+    """
+    client = make_client(redis_url)
+    try:
+        first_contact(client, redis_url)
+        return read_accounting(client, Keys(run_name))
+    finally:
+        client.close()
+
+
+def format_accounting(accounting: Accounting) -> str:
+    """A table for people: both sides, by reason and by actor, and how old they are."""
+    a = accounting
+    lines = [
+        f"produced          {a.produced:>10}  journalled by {len(a.actors)} actors, up to {a.actors_age_s:.1f} s ago"
+    ]
+    lines += [f"  {reason:<16}{getattr(a, reason):>10}" for reason in REASONS]
+    lines.append(f"accounted         {a.accounted:>10}  in Redis now, in_flight as the actors said")
+    lines.append(f"the identity {'holds' if a.identity_holds else 'DOES NOT HOLD: ' + str(a.produced - a.accounted)}")
+    lines += [f"refused, {field}: {count}" for field, count in a.refused_by_field.items()]
+    for actor in a.actors:
+        state = "closed" if actor.closing else f"{actor.age_s:.1f} s ago"
+        lines.append(f"actor {actor.actor_id}: journalled {actor.journalled}, in flight {actor.in_flight}, {state}")
+    apart = ("duplicates", "malformed", "failed_episodes", "tasks_abandoned", "episodes_abandoned")
+    lines.append("apart: " + ", ".join(f"{name} {getattr(a, name)}" for name in apart))
+    return "\n".join(lines)

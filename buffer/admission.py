@@ -1,0 +1,77 @@
+"""How many episodes may start: the pacing rule, pure, and the state it is applied to, read from Redis.
+
+    credits = min(C_max - running, (max_staleness + 1) * B - (ready + claimed_not_trained + running))
+
+Everything the rule looks at is in Redis, so that a restart of the ingest or of Redis neither forgets a running
+episode nor grants a second time. One ingest serves a run, so nobody grants between the reading and the granting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vagen.buffer.keys import Key, Keys
+
+
+class Pacing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rule depends on; counts of trajectories and of running episodes."""
+
+    max_running: int
+    """C_max."""
+    batch_size: int | None
+    """B, the trajectories of a learner step; none while no learner has registered."""
+    max_staleness: int
+    """In learner steps."""
+    ready: int
+    """Stored and not claimed, those that await their group among them."""
+    untrained: int
+    """Claimed, and not used by an optimizer step yet."""
+    running: int
+    """Leases."""
+    engines: int
+    """Engines that may take traffic."""
+
+
+def start_credits(pacing: Pacing) -> tuple[int, str]:
+    """Episodes that may start now, and the reason when there are none."""
+    p = pacing
+    if p.batch_size is None:
+        return 0, "no learner has registered"
+    if p.engines == 0:
+        return 0, "no engine is admitted"
+    by_running = p.max_running - p.running
+    ahead, bound = p.ready + p.untrained + p.running, (p.max_staleness + 1) * p.batch_size
+    if by_running <= 0:
+        return 0, f"{p.running} episodes run of at most {p.max_running}"
+    if ahead >= bound:
+        return 0, f"{ahead} trajectories are ahead of the learner, at most {bound} keep max_staleness"
+    return min(by_running, bound - ahead), ""
+
+
+def queue_pacing(pipe: Any, keys: Keys) -> None:
+    """Add the reads of `parse_pacing` to a pipeline."""
+    pipe.hmget(keys[Key.LEARNER], "batch_size", "max_staleness")
+    pipe.hmget(keys[Key.STAT], "ready", "awaiting")
+    pipe.hvals(keys[Key.UNTRAINED])
+    pipe.zcard(keys[Key.TASK_LEASES])
+    pipe.hlen(keys[Key.ADMITTED])
+
+
+PACING_READS = 5
+"""Replies that `queue_pacing` adds."""
+
+
+def parse_pacing(replies: list[Any], max_running: int) -> Pacing:
+    """The state behind the replies to `queue_pacing`."""
+    (batch_size, max_staleness), ready, untrained, running, engines = replies
+    return Pacing(
+        max_running=max_running,
+        batch_size=None if batch_size is None else int(batch_size),
+        max_staleness=int(max_staleness or 0),
+        ready=sum(int(count or 0) for count in ready),
+        untrained=sum(int(count) for count in untrained),
+        running=running,
+        engines=engines,
+    )

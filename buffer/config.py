@@ -1,0 +1,65 @@
+"""Section `buffer` of a recipe."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from vagen.common.config import Section, require
+
+FSYNC_RISK = {
+    "always": "an acknowledged trajectory survives a crash of Redis and a power cut",
+    "everysec": "a crash of Redis or a power cut may lose up to about two seconds of acknowledged trajectories",
+    "none": "a power cut may lose every acknowledged trajectory that the kernel has not written back yet",
+}
+"""What each setting of `fsync` promises, for `--help` and the start of the log."""
+
+
+class BufferConfig(Section, frozen=True, kw_only=True):
+    """What `vagen-buffer` serves, how much it holds and how it paces the actors."""
+
+    endpoint: str = "tcp://127.0.0.1:5600"
+    """Where actors connect; port `*` picks a free one, which `ready.json` names."""
+    redis_url: str | None = None
+    """`redis://`, `rediss://` or `unix://`; none starts an embedded Valkey in the run's folder."""
+    fsync: Literal["always", "everysec", "none"] = "always"
+    """When Redis makes a commit durable; see `FSYNC_RISK`."""
+    capacity_bytes: int = 1 << 30
+    """Payload bytes held, the room promised to incomplete groups among them."""
+    group_timeout_s: float = 120.0
+    """How long the first member of a group waits for the others."""
+    lease_s: float = 30.0
+    """How long a granted task is an actor's without a heartbeat that lists it."""
+    heartbeat_timeout_s: float = 30.0
+    """How long an engine stays a member without a heartbeat that announces it."""
+    max_running: int = 256
+    """Episodes that may run at once, over all actors."""
+    max_attempts: int = 5
+    """Attempts at one task before it is given up and counted as abandoned."""
+    start_timeout_s: float = 30.0
+    """How long Redis may take to answer at start; loading its data does not count."""
+    metrics_port: int | None = 0
+    """Port of the Prometheus exporter on loopback: 0 picks a free one, none starts no exporter."""
+
+    def __post_init__(self) -> None:
+        require(
+            re.fullmatch(r"(tcp|ipc)://.+", self.endpoint) is not None,
+            "buffer.endpoint",
+            self.endpoint,
+            "tcp://HOST:PORT or ipc://PATH",
+        )
+        require(
+            self.redis_url is None or re.match(r"(redis|rediss|unix)://.", self.redis_url) is not None,
+            "buffer.redis_url",
+            self.redis_url,
+            "redis://, rediss:// or unix:// URL",
+        )
+        require(self.capacity_bytes >= 1 << 16, "buffer.capacity_bytes", self.capacity_bytes, f"int >= {1 << 16}")
+        for name in ("group_timeout_s", "lease_s", "heartbeat_timeout_s", "start_timeout_s"):
+            value = getattr(self, name)
+            require(0 < value < 1e9, f"buffer.{name}", value, "seconds > 0")
+        for name in ("max_running", "max_attempts"):
+            value = getattr(self, name)
+            require(value >= 1, f"buffer.{name}", value, "int >= 1")
+        port = self.metrics_port
+        require(port is None or 0 <= port < 1 << 16, "buffer.metrics_port", port, "port 0-65535 or null")

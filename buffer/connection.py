@@ -1,0 +1,123 @@
+"""How any part of the buffer talks to Redis: one client configuration, one list of transient errors, bounded waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    ExecAbortError,
+    NoScriptError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from vagen.buffer.keys import Keys
+from vagen.buffer.lua import source
+from vagen.common.errors import BufferUnavailableError, ConfigError
+
+TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError, ExecAbortError)
+"""A restart or a failover of Redis: the same call may succeed later. Loading is a connection error to redis-py."""
+
+SOCKET_TIMEOUT_S = 30.0
+FIRST_CONTACT_S = 5.0
+
+T = TypeVar("T")
+
+
+def make_client(url: str, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
+    """A client that connects on first use and never retries by itself.
+
+    Raises `ConfigError` for a malformed URL.
+    """
+    try:
+        return redis.Redis.from_url(
+            url,
+            protocol=3,
+            socket_timeout=socket_timeout_s,
+            socket_connect_timeout=FIRST_CONTACT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        raise ConfigError(f"$.buffer.redis_url: expected redis://, rediss:// or unix:// URL, got {url!r}") from error
+
+
+def first_contact(client: redis.Redis, url: str, timeout_s: float = FIRST_CONTACT_S) -> None:
+    """Wait until Redis answers; while it loads its data, wait on.
+
+    Raises `BufferUnavailableError` when nobody answers within `timeout_s`, `ConfigError` when it wants a password or
+    the user lacks a permission.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            client.ping()
+            return
+        except BusyLoadingError:
+            deadline = time.monotonic() + timeout_s
+        except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+            raise ConfigError(f"$.buffer.redis_url: {url} refused the login: {error}") from error
+        except TRANSIENT as error:
+            if time.monotonic() > deadline:
+                raise BufferUnavailableError(
+                    f"no Redis answers at {url} ({error}); start `vagen-buffer serve`, which writes the URL to"
+                    " <run-dir>/buffer/ready.json, or correct $.buffer.redis_url"
+                ) from error
+        except ResponseError as error:
+            raise ConfigError(f"$.buffer.redis_url: {url} answered: {error}") from error
+        time.sleep(0.05)
+
+
+def patiently(call: Callable[[], T], timeout_s: float, what: str) -> T:
+    """The result of `call`, repeated over outages of Redis; it must be safe to run twice.
+
+    Raises `BufferUnavailableError` once `timeout_s` have passed without success.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause = 0.02
+    while True:
+        try:
+            return call()
+        except TRANSIENT as error:
+            if time.monotonic() + pause > deadline:
+                raise BufferUnavailableError(f"{what}: no answer from Redis for {timeout_s:g} s: {error}") from error
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def run_script(client: redis.Redis, keys: Keys, name: str, *args: object) -> Any:
+    """Run a script at once, loading it where the server does not know it."""
+    script = source(name)
+    try:
+        return client.evalsha(script.sha, 1, keys.prefix, *args)
+    except NoScriptError:
+        return client.eval(script.text, 1, keys.prefix, *args)
+
+
+def run_read_only(client: redis.Redis, keys: Keys, name: str, *args: object) -> Any:
+    """Run a script that the server holds to writing nothing."""
+    script = source(name)
+    try:
+        return client.evalsha_ro(script.sha, 1, keys.prefix, *args)
+    except NoScriptError:
+        client.script_load(script.text)
+        return client.evalsha_ro(script.sha, 1, keys.prefix, *args)
+
+
+__all__ = [
+    "FIRST_CONTACT_S",
+    "SOCKET_TIMEOUT_S",
+    "TRANSIENT",
+    "first_contact",
+    "make_client",
+    "patiently",
+    "run_read_only",
+    "run_script",
+]

@@ -1,0 +1,85 @@
+"""Every key in Redis: `vagen:{<run>}:` and one of the names below.
+
+The braces are the hash tag of Redis Cluster: all keys of a run live in one slot, so a script may touch any of them.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Key(enum.Enum):
+    """Names of keys; those that end in `:` take a suffix. Scripts write `K.<name>` in lower case."""
+
+    PAYLOAD = "p:"
+    """String by trajectory id: the payload, as it came."""
+    LIVE = "live"
+    """Hash of trajectory ids that have a payload: `<oldest step>:<bytes>:<group>`."""
+    SEEN = "seen"
+    """Sorted set of stored ids by oldest step, for dedupe; trimmed below the learner's floor."""
+    SEQ_LOW = "seq:low"
+    """Hash by actor: every sequence number up to this one is decided."""
+    SEQ_ABOVE = "seq:above:"
+    """Sorted set by actor: sequence numbers decided above the low one."""
+    REFUSED = "refused"
+    """Hash of refused ids: field, newline, problem."""
+    REFUSED_AT = "refused:at"
+    """Sorted set of refused ids by time, to forget the oldest."""
+    REFUSED_FIELDS = "refused:fields"
+    """Hash: number of refusals by field, without indices."""
+    READY = "ready"
+    """Sorted set of units by the step of their oldest member: a trajectory id, or `g:` and a group id."""
+    GROUP = "g:"
+    """Hash by group id: member ids with their oldest step, `last` (episodes complete) and `room` (bytes promised)."""
+    WAITING = "waiting"
+    """Sorted set of incomplete groups by the time at which they become ready anyway."""
+    STAT = "stat"
+    """Hash of counters: the terms of the accounting identity, and bytes."""
+    MANIFEST = "b:"
+    """String by step: the sealed manifest as JSON."""
+    CLAIMS = "claims"
+    """Hash by step: trajectories of manifests that are claimed and not done."""
+    UNTRAINED = "untrained"
+    """Hash by step: those of `CLAIMS` that no optimizer step has used yet."""
+    WAKE = "wake"
+    """List of at most one token: enough is ready for the learner that waits."""
+    LEARNER = "learner"
+    """Hash: what the learner registered, its step, floor and published version."""
+    VERSION = "version"
+    """Counter of policy versions; never goes back."""
+    VERSION_STEPS = "version:steps"
+    """Hash by policy version: its learner step."""
+    VERSION_INFO = "version:info"
+    """Hash by policy version: JSON of incarnation, step and checksum."""
+    TASK_NEXT = "tasks:next"
+    """Counter of task indices; never goes back."""
+    TASKS = "tasks"
+    """Hash of granted, unfinished tasks: `<attempt>:<fragments>:<actor>`."""
+    TASK_LEASES = "tasks:leases"
+    """Sorted set of running tasks by the time at which their lease ends."""
+    TASK_RETRY = "tasks:retry"
+    """Sorted set of returned tasks by index: granted again before new ones."""
+    ACTORS = "actors"
+    """Hash by actor: JSON of its last heartbeat."""
+    ENGINES = "engines"
+    """Hash by url: JSON of kind and incarnation."""
+    ENGINE_LEASES = "engines:leases"
+    """Sorted set of urls by the time at which the announcement ends."""
+    ADMITTED = "admitted"
+    """Hash by url: JSON of incarnation and version of an engine that may take traffic."""
+    CONFIG = "config"
+    """Hash: the ingest's settings that the learner checks itself against."""
+
+
+class Keys:
+    """Builds the keys of one run."""
+
+    def __init__(self, run_name: str) -> None:
+        self.prefix = f"vagen:{{{run_name}}}:"
+
+    def __getitem__(self, key: Key) -> str:
+        return self.prefix + key.value
+
+    def of(self, key: Key, suffix: str | int) -> str:
+        """The key of one trajectory, group, step or actor."""
+        return f"{self.prefix}{key.value}{suffix}"

@@ -1,0 +1,236 @@
+"""The learner's side of the buffer: claim and fetch batches, free them, name versions, know the engines.
+
+Everything is in Redis, so a learner may be killed at any time and claim the same steps again. Every call waits out
+an outage of Redis and raises `BufferUnavailableError` once `timeout_s` have passed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+import redis
+
+from vagen.buffer.accounting import Accounting, BufferStatus, read_accounting, read_status
+from vagen.buffer.connection import first_contact, make_client, patiently, run_script
+from vagen.buffer.keys import Key, Keys
+from vagen.common.errors import InfrastructureError
+
+_FETCH_CHUNK = 16
+_MAX_BLOCK_S = 1.0
+
+Order = Literal["freshest", "oldest"]
+T = TypeVar("T")
+
+
+class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory of a batch."""
+
+    trajectory_id: str
+    num_bytes: int
+    oldest_step: int
+    """Learner step of the version of its oldest policy token."""
+    staleness: int
+    """In learner steps, as of the first claim."""
+    group_id: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The batch of one learner step; never changes once sealed."""
+
+    step: int
+    entries: tuple[ManifestEntry, ...]
+    sealed_at: float
+    """Unix time in seconds."""
+
+    @property
+    def ids(self) -> list[str]:
+        """Trajectory ids, in order."""
+        return [entry.trajectory_id for entry in self.entries]
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of the batch."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+class EngineLease(NamedTuple):
+    """An engine that actors announce."""
+
+    url: str
+    kind: str
+    incarnation: str
+    lease_s: float
+    """Seconds until the announcement ends, by this machine's clock."""
+
+
+class LearnerStore:
+    """One connection of one learner process; not for use by several threads at once."""
+
+    def __init__(self, client: redis.Redis, run_name: str, timeout_s: float) -> None:
+        self._client = client
+        self._keys = Keys(run_name)
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def connect(cls, redis_url: str, run_name: str, timeout_s: float = 60.0) -> LearnerStore:
+        """Connect to the Redis of a run.
+
+        Raises `ConfigError` for a bad URL or login, and `BufferUnavailableError` within seconds when nobody answers.
+        """
+        client = make_client(redis_url, socket_timeout_s=min(timeout_s, 30.0))
+        first_contact(client, redis_url)
+        return cls(client, run_name, timeout_s)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._client.close()
+
+    # -- pacing and versions ------------------------------------------------------------------------------------
+
+    def register(
+        self, incarnation: str, *, step: int, batch_size: int, max_staleness: int, publish_every: int = 1
+    ) -> None:
+        """Say what the next step is and how far data may run ahead of it; admission grants nothing before."""
+        self._script("register", incarnation, step, batch_size, max_staleness, publish_every)
+
+    def next_version(self) -> int:
+        """A policy version that nobody had before, from 1; versions never go back, some may stay unused."""
+        return int(self._patiently("next_version", lambda: self._client.incr(self._keys[Key.VERSION])))
+
+    def record_version(self, version: int, incarnation: str, step: int, checksum: str) -> None:
+        """Map a version to the learner step of its weights; must precede the first token sampled with it."""
+        info = json.dumps({"incarnation": incarnation, "step": step, "checksum": checksum})
+
+        def call() -> None:
+            pipe = self._client.pipeline(transaction=True)
+            pipe.hset(self._keys[Key.VERSION_STEPS], str(version), step)
+            pipe.hset(self._keys[Key.VERSION_INFO], str(version), info)
+            pipe.execute()
+
+        self._patiently("record_version", call)
+
+    def version_steps(self, versions: Sequence[int]) -> dict[int, int]:
+        """Learner steps of the versions that were recorded."""
+        if not versions:
+            return {}
+        names = [str(version) for version in versions]
+        steps: Any = self._patiently("version_steps", lambda: self._client.hmget(self._keys[Key.VERSION_STEPS], names))
+        return {version: int(step) for version, step in zip(versions, steps, strict=True) if step is not None}
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    def claim(self, step: int, num_trajectories: int, timeout_s: float, order: Order = "freshest") -> Manifest | None:
+        """The sealed batch of a step, whole groups only; none when too few are ready within `timeout_s`.
+
+        What is too stale for `step` is evicted and counted. A step that was claimed before returns the identical
+        manifest. Where groups of odd sizes do not add up, it exceeds `num_trajectories` by less than one group.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            sealed = self._script("claim", step, num_trajectories, order, time.time())
+            if sealed is not None:
+                return msgspec.json.decode(sealed, type=Manifest)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            block = min(left, _MAX_BLOCK_S)
+            self._patiently("claim", functools.partial(self._client.blpop, [self._keys[Key.WAKE]], block))
+
+    def fetch(self, ids: Sequence[str]) -> list[bytes]:
+        """Payloads of claimed trajectories, in order, read in chunks.
+
+        Raises `InfrastructureError` for one that is not stored (its step is done).
+        """
+        payloads: list[bytes] = []
+        for start in range(0, len(ids), _FETCH_CHUNK):
+            chunk = ids[start : start + _FETCH_CHUNK]
+            names = [self._keys.of(Key.PAYLOAD, trajectory_id) for trajectory_id in chunk]
+            found: Any = self._patiently("fetch", functools.partial(self._client.mget, names))
+            for trajectory_id, payload in zip(chunk, found, strict=True):
+                if payload is None:
+                    raise InfrastructureError(f"trajectory {trajectory_id} has no payload: is its step done already?")
+                payloads.append(payload)
+        return payloads
+
+    def mark_trained(self, step: int) -> None:
+        """The optimizer has used the step's batch: for pacing only, `done` follows with the checkpoint."""
+
+        def call() -> None:
+            pipe = self._client.pipeline(transaction=True)
+            pipe.hdel(self._keys[Key.UNTRAINED], str(step))
+            pipe.hset(self._keys[Key.LEARNER], "step", step + 1)
+            pipe.execute()
+
+        self._patiently("mark_trained", call)
+
+    def done(self, steps: Sequence[int], filtered: Collection[str] = ()) -> int:
+        """A durable checkpoint holds these steps: free their payloads and count them as trained.
+
+        `filtered` are ids that a filter kept out of the optimizer. Returns how many trajectories were freed; steps
+        that are done already count nothing.
+        """
+        return sum(int(self._script("done", step, *filtered)) for step in steps)
+
+    def rollback(self, step: int) -> list[int]:
+        """The learner restarted from the checkpoint after `step`: later manifests will be trained again.
+
+        They stay claimed and are claimed again identically. Returns their steps.
+        """
+        self._script("rollback", step)
+        return [pending for pending in self.pending_manifests() if pending > step]
+
+    def pending_manifests(self) -> list[int]:
+        """Steps that are claimed and not done, in order."""
+        steps: Any = self._patiently("pending_manifests", lambda: self._client.hkeys(self._keys[Key.CLAIMS]))
+        return sorted(int(step) for step in steps)
+
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    def engines(self) -> list[EngineLease]:
+        """Engines that actors announce now, by url."""
+
+        def call() -> Any:
+            pipe = self._client.pipeline(transaction=True)
+            pipe.hgetall(self._keys[Key.ENGINES])
+            pipe.zrange(self._keys[Key.ENGINE_LEASES], 0, -1, withscores=True)
+            return pipe.execute()
+
+        announced, leases = self._patiently("engines", call)
+        now = time.time()
+        found = []
+        for url, end in leases:
+            info = json.loads(announced[url])
+            found.append(EngineLease(url.decode(), info["kind"], info["incarnation"], max(0.0, float(end) - now)))
+        return sorted(found)
+
+    def admit_engine(self, url: str, incarnation: str, version: int) -> bool:
+        """Let an engine take traffic: its weights' checksum matched at `version`.
+
+        False when it is not announced under this incarnation any more.
+        """
+        return bool(self._script("admit", url, incarnation, version))
+
+    def withdraw_engine(self, url: str, incarnation: str) -> bool:
+        """Take an engine out of traffic; false when this incarnation was not admitted."""
+        return bool(self._script("withdraw", url, incarnation))
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def accounting(self) -> Accounting:
+        """All terms of the accounting identity."""
+        return self._patiently("accounting", lambda: read_accounting(self._client, self._keys))
+
+    def status(self) -> BufferStatus:
+        """What the buffer holds now."""
+        return self._patiently("status", lambda: read_status(self._client, self._keys))
+
+    def _script(self, name: str, *args: object) -> Any:
+        return self._patiently(name, lambda: run_script(self._client, self._keys, name, *args))
+
+    def _patiently(self, what: str, call: Callable[[], T]) -> T:
+        return patiently(call, self._timeout_s, f"LearnerStore.{what}")

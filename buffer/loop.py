@@ -1,0 +1,245 @@
+"""The ingest: the one loop of `vagen-buffer`.
+
+      actors (DEALER)                                           Redis
+    PUT, HEARTBEAT, REQUEST, FAILED                              ^
+            |                                                    |
+            v                                                    |
+         receive ---> read ------------> fit -----------> commit-+  one MULTI/EXEC, fsynced
+            ^         bytes -> checked    | puts above      |
+            |         requests            | the capacity    v
+            +---------- pending <---------+              answer ---> ACK, REFUSE, STATUS, GRANT
+                        (bounded)
+
+    consumes      at most 32 messages or 32 MB at a time, those that are pending among them
+    waits for     messages, at most TICK_S; Redis, without limit, but a request to stop ends the wait
+    unblocked by  `done` of the learner, which frees payloads; Redis coming back; SIGTERM
+
+Nothing is dropped: a put that does not fit stays pending, and when 32 do, the socket is not read any more; then the
+peers' queues fill and the actors, whose windows of unacknowledged trajectories are bounded, slow down. An
+acknowledgement leaves only after EXEC. Bytes that are no message of ours are counted and forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+from ulid import ULID
+
+from vagen.buffer.config import BufferConfig
+from vagen.buffer.connection import TRANSIENT
+from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request, read_request
+from vagen.buffer.store import IngestStore, Outcome
+from vagen.common.errors import ConfigError
+from vagen.common.metrics import Metrics
+from vagen.common.wire import MAX_PAYLOAD_BYTES, Grant, Kind, Refusal, Status, encode_message
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH_MESSAGES = 32
+MAX_BATCH_BYTES = 32 << 20
+TICK_S = 0.25
+RETRY_FULL_S = 0.05
+REPORT_S = 2.0
+
+
+def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[Any]:
+    """The socket that actors connect to.
+
+    Routing ids are random, so that a restarted actor is not shut out by its own old connection. Few messages wait
+    per peer (they may be large); answers are small and bounded by what was asked, so their queue has no limit.
+    Raises `ConfigError` when the endpoint cannot be bound.
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.rcvhwm = 8
+    socket.sndhwm = 0
+    socket.linger = 1000
+    socket.maxmsgsize = MAX_PAYLOAD_BYTES
+    socket.heartbeat_ivl = 5_000
+    socket.heartbeat_timeout = 20_000
+    socket.ipv6 = "[" in endpoint
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise ConfigError(
+            f"$.buffer.endpoint: cannot listen at {endpoint}: {error.strerror}; is another vagen-buffer running there?"
+        ) from error
+    return socket
+
+
+class Ingest:
+    """Carries messages from the socket into Redis and answers them."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[Any],
+        store: IngestStore,
+        metrics: Metrics,
+        *,
+        run_name: str,
+        config: BufferConfig,
+        stopping: Callable[[], bool],
+        revive: Callable[[], object] = lambda: None,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`revive` is called while Redis is away, `report` every `REPORT_S` seconds."""
+        self._socket = socket
+        self._store = store
+        self._metrics = metrics
+        self._run_name = run_name
+        self._config = config
+        self._stopping = stopping
+        self._revive = revive
+        self._report = report
+        self._pending: list[Request] = []
+        self._blind = True
+        """Heartbeats could not be read for a while: no lease ends before they are."""
+        self._next_tick = 0.0
+        self._next_report = 0.0
+        self._next_complaint = 0.0
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        while not self._stopping():
+            self._pending += self._receive()
+            try:
+                self._serve()
+                self._tick()
+            except TRANSIENT as error:
+                # Whether the last transaction took effect is unknown. All but grants may be repeated: the actor asks
+                # again, and what was granted unheard ends with its lease.
+                self._pending = [request for request in self._pending if not isinstance(request, Ask)]
+                self._wait_for_redis(error)
+
+    def _receive(self) -> list[Request]:
+        """At most a batch, less what is pending; waits for the first message."""
+        room = MAX_BATCH_MESSAGES - len(self._pending)
+        num_bytes = sum(len(request.payload) for request in self._pending if isinstance(request, Put))
+        if room <= 0 or num_bytes >= MAX_BATCH_BYTES:
+            self._blind = True
+            self._wait("room", time.sleep, RETRY_FULL_S)
+            return []
+        self._wait("messages", self._poll, RETRY_FULL_S if self._pending else TICK_S)
+        requests: list[Request] = []
+        while len(requests) < room and num_bytes < MAX_BATCH_BYTES:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            buffers = [frame.buffer for frame in frames]
+            num_bytes += sum(len(buffer) for buffer in buffers)
+            requests.append(read_request(buffers, self._run_name, self._config.capacity_bytes))
+        return requests
+
+    def _serve(self) -> None:
+        """Commit what fits of the pending requests and answer it; the rest stays pending."""
+        puts = [request for request in self._pending if isinstance(request, Put)]
+        too_many = {id(put) for put, fits in zip(puts, self._store.fitting(puts), strict=True) if not fits}
+        batch = [request for request in self._pending if id(request) not in too_many]
+        left: list[Request] = [put for put in puts if id(put) in too_many]
+        if batch:
+            started = time.monotonic()
+            outcomes, status = self._store.commit(batch, time.time())
+            self._metrics.observe("vagen_buffer_commit_seconds", time.monotonic() - started)
+            left += [r for r, outcome in zip(batch, outcomes, strict=True) if outcome.verdict == "full"]
+            self._answer(batch, outcomes, status)
+        self._pending = left
+
+    def _answer(self, batch: Sequence[Request], outcomes: Sequence[Outcome], status: Status) -> None:
+        acks: dict[bytes, list[bytes]] = {}
+        for request, outcome in zip(batch, outcomes, strict=True):
+            match request:
+                case Put() | BadPut():
+                    self._count(request, outcome)
+                    trajectory_id = ULID.from_str(request.trajectory_id).bytes
+                    if outcome.verdict in ("stored", "duplicate"):
+                        acks.setdefault(request.peer, []).append(trajectory_id)
+                    elif outcome.verdict in ("refused", "stale"):
+                        refusal = Refusal(trajectory_id=trajectory_id, field=outcome.field, problem=outcome.problem)
+                        self._send(request.peer, Kind.REFUSE, encode_message(refusal))
+                case Beat():
+                    self._send(request.peer, Kind.STATUS, encode_message(status))
+                case Ask():
+                    self._metrics.count("vagen_buffer_grants_total", len(outcome.tasks))
+                    told = msgspec.structs.replace(status, reason=outcome.reason)
+                    grant = Grant(tasks=outcome.tasks, lease_s=self._config.lease_s, status=told)
+                    self._send(request.peer, Kind.GRANT, encode_message(grant))
+                case Failure():
+                    self._metrics.count("vagen_buffer_failed_episodes_total", float(outcome.verdict == "ok"))
+                case Malformed():
+                    self._reject(request, status)
+        for peer, ids in acks.items():
+            self._send(peer, Kind.ACK, b"".join(ids))
+
+    def _reject(self, request: Malformed, status: Status) -> None:
+        """Count a malformed message; tell a peer that waits for an answer what is wrong with its question."""
+        self._metrics.count("vagen_buffer_trajectories_total", fate="malformed")
+        if time.monotonic() >= self._next_complaint:
+            logger.warning("malformed message: %s", request.problem)
+            self._next_complaint = time.monotonic() + 1.0
+        told = msgspec.structs.replace(status, reason=request.problem)
+        if request.kind == Kind.HEARTBEAT.value:
+            self._send(request.peer, Kind.STATUS, encode_message(told))
+        elif request.kind == Kind.REQUEST.value:
+            grant = Grant(tasks=(), lease_s=self._config.lease_s, status=told)
+            self._send(request.peer, Kind.GRANT, encode_message(grant))
+
+    def _count(self, request: Put | BadPut, outcome: Outcome) -> None:
+        if outcome.verdict == "full":
+            return
+        self._metrics.count("vagen_buffer_trajectories_total", fate=outcome.verdict)
+        if outcome.verdict == "stored" and isinstance(request, Put):
+            self._metrics.count("vagen_buffer_stored_bytes_total", len(request.payload))
+        if outcome.verdict == "refused":
+            self._metrics.count("vagen_buffer_refused_total", field=re.sub(r"\[[^\]]*\]", "[]", outcome.field))
+
+    def _send(self, peer: bytes, kind: Kind, body: bytes) -> None:
+        # An answer to a peer that has gone is discarded by the socket; the peer asks or resends when it is back.
+        self._socket.send_multipart([peer, kind.value, body], zmq.NOBLOCK)
+
+    def _tick(self) -> None:
+        """Act on what is due by the clock."""
+        now = time.monotonic()
+        if now < self._next_tick:
+            return
+        reading = len(self._pending) < MAX_BATCH_MESSAGES
+        if self._blind and reading:
+            self._store.renew_all(time.time())
+            self._blind = False
+        self._store.tick(time.time(), leases_end=not self._blind)
+        self._next_tick = now + TICK_S
+        if now >= self._next_report:
+            self._report()
+            self._next_report = now + REPORT_S
+
+    def _wait_for_redis(self, error: Exception) -> None:
+        """Return when Redis answers again, or when told to stop."""
+        logger.error("Redis is away (%s): nothing is acknowledged until it is back", error)
+        self._blind = True
+        started, pause = time.monotonic(), 0.02
+        while not self._stopping():
+            self._revive()
+            try:
+                self._store.ping()
+                break
+            except TRANSIENT as again:
+                logger.debug("waiting for Redis: %s", again)
+            self._wait("redis", time.sleep, pause)
+            pause = min(2 * pause, 1.0)
+        else:
+            return
+        logger.warning("Redis is back after %.1f s", time.monotonic() - started)
+
+    def _poll(self, timeout_s: float) -> None:
+        self._socket.poll(int(1000 * timeout_s))
+
+    def _wait(self, what: str, wait: Callable[[float], object], amount: float) -> None:
+        started = time.monotonic()
+        wait(amount)
+        self._metrics.count("vagen_buffer_wait_seconds_total", time.monotonic() - started, what=what)

@@ -1,0 +1,189 @@
+"""Turns the frames of one message into a request that is checked completely, or into what is wrong with it.
+
+Pure: knows neither sockets nor Redis. Whatever the frames hold, an answer comes back and no exception.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from ulid import ULID
+
+from vagen.common.errors import TrajectoryError, WireError
+from vagen.common.trajectory import Trajectory
+from vagen.common.validation import MAX_NAME_LENGTH, validate_trajectory
+from vagen.common.wire import (
+    CreditRequest,
+    Envelope,
+    EpisodeFailed,
+    Heartbeat,
+    Kind,
+    check_payload,
+    decode_envelope,
+    decode_message,
+    decode_trajectory,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_PROBLEM_LENGTH = 500
+_HOSTILE = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError)
+"""What numbers and lengths chosen by a hostile sender can raise inside numpy."""
+
+
+class Put(msgspec.Struct, frozen=True):
+    """A trajectory that may be stored."""
+
+    peer: bytes
+    trajectory: Trajectory
+    payload: memoryview
+
+    @property
+    def trajectory_id(self) -> str:
+        """ULID of the trajectory."""
+        return self.trajectory.trajectory_id
+
+
+class BadPut(msgspec.Struct, frozen=True):
+    """A trajectory that must be refused."""
+
+    peer: bytes
+    trajectory_id: str
+    field: str
+    problem: str
+    trajectory: Trajectory | None
+    """Present where the payload could be decoded and its identity is consistent."""
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """A heartbeat."""
+
+    peer: bytes
+    message: Heartbeat
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A request for start credits."""
+
+    peer: bytes
+    message: CreditRequest
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An episode that failed."""
+
+    peer: bytes
+    message: EpisodeFailed
+
+
+class Malformed(msgspec.Struct, frozen=True):
+    """A message that cannot be attributed to a trajectory."""
+
+    peer: bytes
+    kind: bytes
+    problem: str
+
+
+Request = Put | BadPut | Beat | Ask | Failure | Malformed
+
+_CONTROL = (Kind.HEARTBEAT.value, Kind.REQUEST.value, Kind.FAILED.value)
+
+
+def read_request(frames: Sequence[memoryview], run_id: str, capacity_bytes: int) -> Request:
+    """The request in the frames of one message: the peer's routing id, the kind and its parts."""
+    peer = bytes(frames[0])
+    kind = bytes(frames[1][:8]) if len(frames) > 1 else b""
+    if kind == Kind.PUT.value and len(frames) == 4:
+        return _read_put(peer, bytes(frames[2][:256]), frames[3], run_id, capacity_bytes)
+    if kind in _CONTROL and len(frames) == 3:
+        return _read_control(peer, kind, frames[2], run_id)
+    return Malformed(peer, kind, f"kind {kind!r} with {len(frames) - 1} frames is no message of ours")
+
+
+def _read_put(
+    peer: bytes, head: bytes, payload: memoryview, run_id: str, capacity_bytes: int
+) -> Put | BadPut | Malformed:
+    try:
+        envelope = decode_envelope(head)
+    except WireError as error:
+        return Malformed(peer, Kind.PUT.value, str(error))
+    trajectory_id = str(ULID.from_bytes(envelope.trajectory_id))
+    trajectory = None
+    try:
+        check_payload(envelope, payload)
+        decoded = decode_trajectory(payload)
+        _check_envelope(decoded, envelope, trajectory_id)
+        trajectory = decoded
+        validate_trajectory(decoded)
+        _check_here(decoded, envelope, run_id, capacity_bytes)
+    except TrajectoryError as error:
+        return BadPut(peer, trajectory_id, error.field, error.problem[:MAX_PROBLEM_LENGTH], trajectory)
+    except WireError as error:
+        return BadPut(peer, trajectory_id, "payload", str(error)[:MAX_PROBLEM_LENGTH], trajectory)
+    except _HOSTILE as error:
+        logger.exception("trajectory %s broke its own validation", trajectory_id)
+        return BadPut(
+            peer, trajectory_id, "payload", f"{type(error).__name__}: {error}"[:MAX_PROBLEM_LENGTH], trajectory
+        )
+    return Put(peer, decoded, payload)
+
+
+def _check_envelope(trajectory: Trajectory, envelope: Envelope, trajectory_id: str) -> None:
+    if trajectory.trajectory_id != trajectory_id:
+        raise TrajectoryError("trajectory_id", f"envelope says {trajectory_id}")
+    if trajectory.actor_seq != envelope.actor_seq:
+        raise TrajectoryError("actor_seq", f"envelope says {envelope.actor_seq}, payload {trajectory.actor_seq}")
+    if not 0 < len(trajectory.actor_id) <= MAX_NAME_LENGTH:
+        raise TrajectoryError("actor_id", f"expected 1-{MAX_NAME_LENGTH} characters, got {len(trajectory.actor_id)}")
+    if not all(0 <= number < 1 << 53 for number in (trajectory.task_index, trajectory.attempt, trajectory.actor_seq)):
+        raise TrajectoryError("task_index", "task_index, attempt and actor_seq must be in [0, 2^53)")
+
+
+def _check_here(trajectory: Trajectory, envelope: Envelope, run_id: str, capacity_bytes: int) -> None:
+    """What a valid trajectory must satisfy to be stored in this buffer."""
+    if trajectory.run_id != run_id:
+        raise TrajectoryError("run_id", f"this buffer serves run {run_id!r}, got {trajectory.run_id!r}")
+    if trajectory.oldest_version != envelope.oldest_version:
+        raise TrajectoryError(
+            "policy_versions", f"envelope says oldest {envelope.oldest_version}, payload {trajectory.oldest_version}"
+        )
+    if envelope.num_bytes * trajectory.group_size > capacity_bytes:
+        raise TrajectoryError(
+            "payload",
+            f"a group of {trajectory.group_size} of {envelope.num_bytes} bytes exceeds"
+            f" $.buffer.capacity_bytes = {capacity_bytes}",
+        )
+
+
+def _read_control(peer: bytes, kind: bytes, body: memoryview, run_id: str) -> Beat | Ask | Failure | Malformed:
+    request: Beat | Ask | Failure
+    try:
+        if kind == Kind.HEARTBEAT.value:
+            request = Beat(peer, decode_message(bytes(body), Heartbeat))
+        elif kind == Kind.REQUEST.value:
+            request = Ask(peer, decode_message(bytes(body), CreditRequest))
+        else:
+            request = Failure(peer, decode_message(bytes(body), EpisodeFailed))
+        _check_control(request.message, run_id)
+    except WireError as error:
+        return Malformed(peer, kind, str(error)[:MAX_PROBLEM_LENGTH])
+    return request
+
+
+def _check_control(message: Heartbeat | CreditRequest | EpisodeFailed, run_id: str) -> None:
+    if message.run_id != run_id:
+        raise WireError(f"run_id: this buffer serves run {run_id!r}, got {message.run_id[:64]!r}")
+    if not 0 < len(message.actor_id) <= MAX_NAME_LENGTH:
+        raise WireError(f"actor_id: expected 1-{MAX_NAME_LENGTH} characters, got {len(message.actor_id)}")
+    numbers: tuple[int, ...]
+    match message:
+        case Heartbeat():
+            numbers = (message.journalled, message.in_flight, *message.running_tasks)
+        case CreditRequest():
+            numbers = (message.want,)
+        case EpisodeFailed():
+            numbers = (message.task_index, message.attempt)
+    if not all(0 <= number < 1 << 53 for number in numbers):
+        raise WireError("expected every number in [0, 2^53)")

@@ -1,0 +1,86 @@
+-- Decides on one trajectory whose payload a SET NX of the same transaction has written.
+-- ARGV: id, bytes, now, capacity, group timeout, actor, sequence number, task, attempt, is last, group, group size,
+-- policy versions. Returns {verdict, field, problem}.
+local id, bytes, now, capacity = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local actor, seq = ARGV[6], tonumber(ARGV[7])
+local index, attempt, is_last = ARGV[8], tonumber(ARGV[9]), ARGV[10] == '1'
+local group, size = ARGV[11], tonumber(ARGV[12])
+
+local function reject(verdict, field, problem)
+  redis.call('UNLINK', K.payload .. id)
+  return { verdict, field or '', problem or '' }
+end
+
+local function finish()
+  decide(actor, seq)
+  if is_last then end_task(index, attempt) end
+end
+
+if redis.call('HEXISTS', K.live, id) == 1 then
+  stat('duplicates', 1)
+  return { 'duplicate', '', '' }
+end
+local refusal = redis.call('HGET', K.refused, id)
+if refusal then return reject('refused', string.match(refusal, '^(.-)\n(.*)$')) end
+if redis.call('ZSCORE', K.seen, id) then
+  stat('duplicates', 1)
+  return reject('duplicate')
+end
+
+local oldest = math.huge
+for version in string.gmatch(ARGV[13], '%d+') do
+  local step = redis.call('HGET', K.version_steps, version)
+  if not step then
+    local problem = 'version ' .. version .. ' was never published'
+    refuse(id, 'policy_versions', problem, now)
+    finish()
+    return reject('refused', 'policy_versions', problem)
+  end
+  oldest = math.min(oldest, tonumber(step))
+end
+
+local floor = redis.call('HGET', K.learner, 'floor')
+if floor and oldest < tonumber(floor) then
+  -- `seen` has forgotten ids as old as this one; the sequence number tells a late resend from a first arrival.
+  if decided(actor, seq) then
+    stat('duplicates', 1)
+    return reject('duplicate')
+  end
+  stat('stale', 1)
+  finish()
+  return reject('stale', 'policy_versions', 'oldest learner step ' .. oldest .. ' is below ' .. floor)
+end
+
+local wanted = need(bytes, group, size)
+if wanted > 0 and number(K.stat, 'bytes') + number(K.stat, 'room') + wanted > capacity then return reject('full') end
+
+redis.call('HSET', K.live, id, string.format('%d:%d:%s', oldest, bytes, group))
+redis.call('ZADD', K.seen, oldest, id)
+stat('stored', 1)
+stat('bytes', bytes)
+if size == 1 then
+  redis.call('ZADD', K.ready, oldest, id)
+  stat('ready', 1)
+else
+  local key = K.group .. group
+  redis.call('HSET', key, id, oldest)
+  if redis.call('ZADD', K.ready, 'XX', 'LT', 'CH', oldest, 'g:' .. group) == 1
+      or redis.call('ZSCORE', K.ready, 'g:' .. group) then
+    stat('ready', 1)
+  else
+    local room = redis.call('HGET', key, 'room')
+    local left = room and math.max(0, tonumber(room) - bytes) or bytes * (size - 1)
+    redis.call('HSET', key, 'room', string.format('%d', left))
+    stat('room', left - tonumber(room or '0'))
+    redis.call('ZADD', K.waiting, 'NX', now + tonumber(ARGV[5]), group)
+    stat('awaiting', 1)
+    if is_last and redis.call('HINCRBY', key, 'last', 1) >= size then release(group) end
+  end
+end
+wake()
+if not is_last then
+  local current, fragments, owner = task(index)
+  if current == attempt then redis.call('HSET', K.tasks, index, attempt .. ':' .. fragments + 1 .. ':' .. owner) end
+end
+finish()
+return { 'stored', '', '' }

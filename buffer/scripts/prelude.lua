@@ -1,0 +1,121 @@
+-- In front of every script. KEYS[1] is the run's prefix; K.<name> is the key of that name, see keys.py.
+
+local function stat(field, by)
+  return redis.call('HINCRBY', K.stat, field, by)
+end
+
+local function number(key, field)
+  return tonumber(redis.call('HGET', key, field) or '0')
+end
+
+-- Step, bytes and group of a trajectory that has a payload.
+local function describe(id)
+  local step, bytes, group = string.match(redis.call('HGET', K.live, id), '^(-?%d+):(%d+):(.*)$')
+  return tonumber(step), tonumber(bytes), group
+end
+
+-- Frees a payload and counts the trajectory under its fate.
+local function drop(id, bytes, fate)
+  redis.call('UNLINK', K.payload .. id)
+  redis.call('HDEL', K.live, id)
+  stat('bytes', -bytes)
+  stat(fate, 1)
+end
+
+-- Trajectories of a unit of `ready`, in a fixed order. Ids have 26 characters, the other fields of a group fewer.
+local function members(unit)
+  if string.sub(unit, 1, 2) ~= 'g:' then return { unit } end
+  local ids = {}
+  for _, field in ipairs(redis.call('HKEYS', K.group .. string.sub(unit, 3))) do
+    if #field == 26 then ids[#ids + 1] = field end
+  end
+  table.sort(ids)
+  return ids
+end
+
+-- Wakes the learner when as many are ready as it waits for.
+local function wake()
+  local wanted = number(K.learner, 'want')
+  if wanted > 0 and number(K.stat, 'ready') >= wanted and redis.call('LLEN', K.wake) == 0 then
+    redis.call('RPUSH', K.wake, 1)
+  end
+end
+
+-- Makes a waiting group ready as it is and gives back what is left of its room.
+local function release(group)
+  local key = K.group .. group
+  local oldest, count = math.huge, 0
+  for _, id in ipairs(members('g:' .. group)) do
+    oldest = math.min(oldest, number(key, id))
+    count = count + 1
+  end
+  stat('room', -number(key, 'room'))
+  redis.call('HDEL', key, 'room')
+  redis.call('ZREM', K.waiting, group)
+  redis.call('ZADD', K.ready, oldest, 'g:' .. group)
+  stat('awaiting', -count)
+  stat('ready', count)
+end
+
+-- Bytes a trajectory adds to those spoken for: the first of a group speaks for all, later ones use that room.
+local function need(bytes, group, size)
+  if size == 1 or redis.call('ZSCORE', K.ready, 'g:' .. group) then return bytes end
+  local room = redis.call('HGET', K.group .. group, 'room')
+  if not room then return bytes * size end
+  return math.max(0, bytes - tonumber(room))
+end
+
+-- Whether an actor's sequence number is decided. Exact for ever, where `seen` forgets.
+local function decided(actor, seq)
+  return seq <= number(K.seq_low, actor) or redis.call('ZSCORE', K.seq_above .. actor, seq)
+end
+
+local function decide(actor, seq)
+  local low, above = number(K.seq_low, actor), K.seq_above .. actor
+  if seq <= low then return end
+  redis.call('ZADD', above, seq, seq)
+  -- A number that never comes must not make the set grow: past 4096 open ones the lowest gap counts as decided.
+  if redis.call('ZCARD', above) > 4096 then low = tonumber(redis.call('ZRANGE', above, 0, 0)[1]) - 1 end
+  while redis.call('ZREM', above, low + 1) == 1 do low = low + 1 end
+  redis.call('HSET', K.seq_low, actor, low)
+end
+
+-- Records a refusal, once per id, so that a resend gets the same answer; the oldest of 100,000 are forgotten.
+local function refuse(id, field, problem, now)
+  redis.call('HSET', K.refused, id, field .. '\n' .. problem)
+  redis.call('ZADD', K.refused_at, now, id)
+  if redis.call('ZCARD', K.refused_at) > 100000 then
+    redis.call('HDEL', K.refused, redis.call('ZPOPMIN', K.refused_at)[1])
+  end
+  stat('refused', 1)
+  local label = string.gsub(field, '%[[^%]]*%]', '[]')
+  redis.call('HINCRBY', K.refused_fields, label, 1)
+end
+
+-- Attempt, stored fragments and actor of an unfinished task.
+local function task(index)
+  local attempt, fragments, actor = string.match(redis.call('HGET', K.tasks, index) or '', '^(%d+):(%d+):(.*)$')
+  return tonumber(attempt), tonumber(fragments), actor
+end
+
+-- The attempt has delivered all of its episode.
+local function end_task(index, attempt)
+  if task(index) ~= attempt then return end
+  redis.call('HDEL', K.tasks, index)
+  redis.call('ZREM', K.task_leases, index)
+  redis.call('ZREM', K.task_retry, index)
+end
+
+-- The attempt ended without result: first in line for the next attempt, or given up.
+local function return_task(index, max_attempts)
+  redis.call('ZREM', K.task_leases, index)
+  local attempt, fragments = task(index)
+  if not attempt then return end
+  if attempt + 1 < max_attempts then
+    redis.call('ZADD', K.task_retry, index, index)
+    return
+  end
+  redis.call('HDEL', K.tasks, index)
+  stat('tasks_abandoned', 1)
+  if fragments > 0 then stat('episodes_abandoned', 1) end
+end

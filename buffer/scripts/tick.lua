@@ -1,0 +1,19 @@
+-- What is due by the clock. ARGV: now, most attempts at a task, whether leases may end.
+-- Returns tasks returned, groups released, engines gone.
+local function due(key)
+  return redis.call('ZRANGE', key, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', 0, 1000)
+end
+local groups = due(K.waiting)
+for _, group in ipairs(groups) do release(group) end
+if #groups > 0 then wake() end
+if ARGV[3] ~= '1' then return { 0, #groups, 0 } end
+
+local tasks = due(K.task_leases)
+for _, index in ipairs(tasks) do return_task(index, tonumber(ARGV[2])) end
+local engines = due(K.engine_leases)
+for _, url in ipairs(engines) do
+  redis.call('ZREM', K.engine_leases, url)
+  redis.call('HDEL', K.engines, url)
+  redis.call('HDEL', K.admitted, url)
+end
+return { #tasks, #groups, #engines }

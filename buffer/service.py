@@ -1,0 +1,152 @@
+"""Assembles `vagen-buffer serve`: socket, Redis, metrics and the loop, and takes them down in order.
+
+Owns the files that tell others of the service: `<run-dir>/buffer/ready.json` exists while traffic is accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import zmq
+
+from vagen.buffer.accounting import REASONS, read_accounting, read_status
+from vagen.buffer.config import FSYNC_RISK, BufferConfig
+from vagen.buffer.connection import first_contact, make_client
+from vagen.buffer.keys import Keys
+from vagen.buffer.loop import Ingest, bind_router
+from vagen.buffer.server import EmbeddedValkey
+from vagen.buffer.store import IngestStore
+from vagen.common.config import RunConfig
+from vagen.common.errors import ConfigError
+from vagen.common.logging import setup_logging
+from vagen.common.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `ready.json`."""
+
+    pid: int
+    endpoint: str
+    redis_url: str
+    metrics_port: int | None
+
+
+def ready_path(run_dir: Path) -> Path:
+    """Where a service of this run folder says that it is ready."""
+    return run_dir / "buffer" / "ready.json"
+
+
+def read_ready(run_dir: Path) -> Ready:
+    """What the service of a run folder said when it became ready.
+
+    Raises `ConfigError` when there is none.
+    """
+    path = ready_path(run_dir)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Ready)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; start `vagen-buffer serve --run-dir {run_dir}`") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def serve(run: RunConfig, config: BufferConfig, run_dir: Path) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises `ConfigError` or `BufferUnavailableError` when it cannot start.
+    """
+    folder = run_dir / "buffer"
+    setup_logging(run.log_level, folder / "buffer.log")
+    stop_signal: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        stop_signal.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    if not re.match(r"ipc:|tcp://(127\.|localhost|\[::1\])", config.endpoint):
+        logger.warning("%s takes messages from the network, unencrypted and from anybody", config.endpoint)
+    with contextlib.ExitStack() as stack:
+        context: zmq.Context = zmq.Context()
+        stack.callback(context.term)
+        socket = bind_router(context, config.endpoint)
+        stack.callback(socket.close)
+        endpoint = socket.get_string(zmq.LAST_ENDPOINT)
+        redis_url, revive = _start_redis(config, folder, stack)
+        store = _open_store(redis_url, run, config)
+        stack.callback(store.close)
+        metrics = Metrics("vagen_buffer", run.name)
+        port = None if config.metrics_port is None else metrics.serve(config.metrics_port)
+        ingest = Ingest(
+            socket,
+            store,
+            metrics,
+            run_name=run.name,
+            config=config,
+            stopping=lambda: bool(stop_signal),
+            revive=revive,
+            report=_Reporter(redis_url, run.name, metrics).report,
+        )
+        ready = Ready(pid=os.getpid(), endpoint=endpoint, redis_url=redis_url, metrics_port=port)
+        _write_atomically(ready_path(run_dir), ready)
+        stack.callback(ready_path(run_dir).unlink, missing_ok=True)
+        logger.info("run %s: serving at %s, Redis at %s", run.name, endpoint, redis_url)
+        ingest.run()
+        logger.info("stopping on signal %d", stop_signal[0])
+
+
+def _start_redis(config: BufferConfig, folder: Path, stack: contextlib.ExitStack) -> tuple[str, Callable[[], object]]:
+    """The URL of Redis and what revives it; an embedded one stops with the stack."""
+    if config.redis_url is not None:
+        first_contact(make_client(config.redis_url), config.redis_url)
+        return config.redis_url, lambda: None
+    valkey = EmbeddedValkey(folder / "valkey", config.fsync)
+    valkey.start(config.start_timeout_s)
+    stack.callback(valkey.stop)
+    return valkey.url, valkey.revive
+
+
+def _open_store(redis_url: str, run: RunConfig, config: BufferConfig) -> IngestStore:
+    store = IngestStore(redis_url, run.name, config)
+    store.check_durability()
+    store.announce()
+    log = logger.info if config.fsync == "always" else logger.warning
+    log("buffer.fsync %s: %s", config.fsync, FSYNC_RISK[config.fsync])
+    return store
+
+
+class _Reporter:
+    """Sets the gauges from a snapshot of Redis."""
+
+    def __init__(self, redis_url: str, run_name: str, metrics: Metrics) -> None:
+        self._client = make_client(redis_url)
+        self._keys = Keys(run_name)
+        self._metrics = metrics
+
+    def report(self) -> None:
+        """Raises one of `connection.TRANSIENT` while Redis is away."""
+        status = read_status(self._client, self._keys)
+        self._metrics.gauge("vagen_buffer_ready", status.ready)
+        self._metrics.gauge("vagen_buffer_claimed", status.claimed)
+        self._metrics.gauge("vagen_buffer_running", status.running)
+        self._metrics.gauge("vagen_buffer_bytes", status.num_bytes)
+        accounting = read_accounting(self._client, self._keys)
+        for term in ("produced", *REASONS):
+            self._metrics.gauge("vagen_buffer_accounting", getattr(accounting, term), term=term)
+
+
+def _write_atomically(path: Path, ready: Ready) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(msgspec.to_builtins(ready), indent=1) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,217 @@
+"""The ingest's side of Redis: one durable transaction per batch of requests.
+
+Payloads go in by `SET NX` and are decided on by a small script of the same MULTI/EXEC, so that one fsync covers a
+batch and a crash leaves all of it or nothing. Everything a script decides is in `scripts/`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from redis.exceptions import ResponseError
+
+from vagen.buffer import admission
+from vagen.buffer.config import BufferConfig
+from vagen.buffer.connection import make_client, run_read_only, run_script
+from vagen.buffer.keys import Key, Keys
+from vagen.buffer.lua import source
+from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request
+from vagen.common.errors import ConfigError
+from vagen.common.trajectory import Trajectory
+from vagen.common.wire import EngineStatus, Status, TaskGrant
+
+logger = logging.getLogger(__name__)
+
+
+class Outcome(NamedTuple):
+    """What became of one request."""
+
+    verdict: str
+    """Of a put: stored, duplicate, stale, refused or full. Of others: ok, or failed when Redis refused the command."""
+    field: str = ""
+    problem: str = ""
+    tasks: tuple[TaskGrant, ...] = ()
+    reason: str = ""
+    """Why no task was granted."""
+
+
+class Committed(NamedTuple):
+    """A batch after its EXEC."""
+
+    outcomes: list[Outcome]
+    """In the order of the requests."""
+    status: Status
+
+
+class IngestStore:
+    """Redis as the ingest sees it. Every method may raise one of `connection.TRANSIENT`."""
+
+    def __init__(self, redis_url: str, run_name: str, config: BufferConfig) -> None:
+        self._config = config
+        self._client = make_client(redis_url)
+        self._keys = Keys(run_name)
+
+    def ping(self) -> None:
+        """Return when Redis answers and has loaded its data."""
+        self._client.ping()
+
+    def check_durability(self) -> None:
+        """Compare the server's persistence with `buffer.fsync`.
+
+        Raises `ConfigError` when it promises less; a server that does not tell is trusted with a warning.
+        """
+        wanted = {"always": ("always",), "everysec": ("always", "everysec"), "none": ()}[self._config.fsync]
+        try:
+            settings = self._client.config_get("append*")
+        except ResponseError as error:
+            logger.warning("cannot read the persistence of Redis, buffer.fsync is taken on trust: %s", error)
+            return
+        found = settings["appendfsync"] if settings.get("appendonly") == "yes" else "off"
+        if wanted and found not in wanted:
+            raise ConfigError(
+                f'$.buffer.fsync: expected a Redis with `appendonly yes`, `appendfsync {wanted[-1]}`, got "{found}"'
+            )
+
+    def announce(self) -> None:
+        """Publish the settings that the learner checks itself against."""
+        self._client.hset(self._keys[Key.CONFIG], "capacity_bytes", self._config.capacity_bytes)
+
+    def fitting(self, puts: Sequence[Put]) -> list[bool]:
+        """Which of the puts fit below the capacity, in order, so that no other payload is sent at all."""
+        if not puts:
+            return []
+        args: list[Any] = [self._config.capacity_bytes]
+        for put in puts:
+            args += (len(put.payload), put.trajectory.group_id, put.trajectory.group_size)
+        return [bool(fits) for fits in run_read_only(self._client, self._keys, "admissible", *args)]
+
+    def commit(self, requests: Sequence[Request], now: float) -> Committed:
+        """Apply a batch in one durable transaction; the puts must be `fitting`."""
+        credits, reason = self._credits() if any(isinstance(request, Ask) for request in requests) else (0, "")
+        pipe = self._client.pipeline(transaction=True)
+        wanted = []
+        names = {_SCRIPTS[type(request)] for request in requests if type(request) in _SCRIPTS}
+        for name in sorted(names):
+            pipe.script_load(source(name).text)
+        for request in requests:
+            grant = 0
+            if isinstance(request, Ask):
+                grant = min(request.message.want, credits)
+                credits -= grant
+            wanted.append(grant)
+            self._queue(pipe, request, grant, now)
+        self._queue_status(pipe)
+        replies = pipe.execute(raise_on_error=False)
+        status = self._parse_status(replies[-2:])
+        replies = replies[len(names) : -2]
+        outcomes = []
+        for request, grant in zip(requests, wanted, strict=True):
+            if isinstance(request, Put):
+                replies.pop(0)
+            outcomes.append(_parse(request, replies.pop(0), reason if grant == 0 else ""))
+        assert not replies
+        return Committed(outcomes, status)
+
+    def tick(self, now: float, *, leases_end: bool) -> tuple[int, int, int]:
+        """Act on what is due: waiting groups and, if `leases_end`, leases of tasks and engines.
+
+        Returns how many tasks were returned, groups released and engines gone.
+        """
+        args = (now, self._config.max_attempts, int(leases_end))
+        returned, released, gone = run_script(self._client, self._keys, "tick", *args)
+        return returned, released, gone
+
+    def renew_all(self, now: float) -> None:
+        """Extend every lease, after a time in which no heartbeat could be read."""
+        run_script(
+            self._client, self._keys, "renew", now + self._config.lease_s, now + self._config.heartbeat_timeout_s
+        )
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._client.close()
+
+    def _credits(self) -> tuple[int, str]:
+        pipe = self._client.pipeline(transaction=True)
+        admission.queue_pacing(pipe, self._keys)
+        return admission.start_credits(admission.parse_pacing(pipe.execute(), self._config.max_running))
+
+    def _queue(self, pipe: Any, request: Request, grant: int, now: float) -> None:
+        config = self._config
+        match request:
+            case Put(_, trajectory, payload):
+                pipe.set(self._keys.of(Key.PAYLOAD, trajectory.trajectory_id), payload, nx=True)
+                args = _commit_args(trajectory, len(payload), now, config)
+            case BadPut(_, trajectory_id, field, problem, trajectory):
+                args = [trajectory_id, field, problem, now]
+                if trajectory is not None:
+                    args += (trajectory.actor_id, trajectory.actor_seq, trajectory.task_index, trajectory.attempt)
+            case Beat(_, message):
+                leases = (now + config.lease_s, now + config.heartbeat_timeout_s)
+                args = [message.actor_id, message.incarnation, message.journalled, message.in_flight, now, *leases]
+                args += (int(message.closing), config.max_attempts, len(message.running_tasks), *message.running_tasks)
+                for engine in message.engines:
+                    args += (engine.url, engine.kind, engine.incarnation)
+            case Ask(_, message):
+                args = [message.actor_id, grant, now + config.lease_s]
+            case Failure(_, message):
+                args = [message.task_index, message.attempt, message.actor_id, config.max_attempts]
+            case Malformed():
+                pipe.hincrby(self._keys[Key.STAT], "malformed", 1)
+                return
+        pipe.evalsha(source(_SCRIPTS[type(request)]).sha, 1, self._keys.prefix, *args)
+
+    def _queue_status(self, pipe: Any) -> None:
+        pipe.hmget(self._keys[Key.LEARNER], "step", "published")
+        pipe.hgetall(self._keys[Key.ADMITTED])
+
+    def _parse_status(self, replies: list[Any]) -> Status:
+        (step, published), admitted = replies
+        engines = [(url.decode(), json.loads(info)) for url, info in sorted(admitted.items())]
+        return Status(
+            learner_step=-1 if step is None else int(step),
+            policy_version=-1 if published is None else int(published),
+            engines=tuple(
+                EngineStatus(url=url, incarnation=info["incarnation"], policy_version=info["version"])
+                for url, info in engines
+            ),
+        )
+
+
+_SCRIPTS: dict[type, str] = {Put: "commit", BadPut: "refuse", Beat: "heartbeat", Ask: "grant", Failure: "fail"}
+
+
+def _commit_args(trajectory: Trajectory, num_bytes: int, now: float, config: BufferConfig) -> list[Any]:
+    versions = np.unique(np.concatenate([row.policy_versions[row.policy_mask != 0] for row in trajectory.rows]))
+    return [
+        trajectory.trajectory_id,
+        num_bytes,
+        now,
+        config.capacity_bytes,
+        config.group_timeout_s,
+        trajectory.actor_id,
+        trajectory.actor_seq,
+        trajectory.task_index,
+        trajectory.attempt,
+        int(trajectory.is_last),
+        trajectory.group_id,
+        trajectory.group_size,
+        " ".join(str(version) for version in versions),
+    ]
+
+
+def _parse(request: Request, reply: Any, reason: str) -> Outcome:
+    if isinstance(reply, Exception):
+        logger.error("Redis refused a %s: %s", type(request).__name__, reply)
+        return Outcome("failed", problem=str(reply))
+    if isinstance(request, (Put, BadPut)):
+        verdict, field, problem = (part.decode() for part in reply)
+        return Outcome(verdict, field, problem)
+    if isinstance(request, Ask):
+        tasks = [TaskGrant(task_index=i, attempt=a) for i, a in zip(reply[::2], reply[1::2], strict=True)]
+        return Outcome("ok", tasks=tuple(tasks), reason=reason)
+    return Outcome("ok")

@@ -1,0 +1,332 @@
+"""Pictures as a Qwen2.5-VL model sees them: pixels to patches, patches to features, positions of image tokens.
+
+Owns what the local engine and the learner must compute identically: the image processor (equal to transformers'
+`Qwen2VLImageProcessorPil`, without torchvision), one batched forward of transformers' vision module, and M-RoPE
+positions. Does not own parameters (they stay in the module it wraps), placeholders in prompts, or devices.
+
+Legend: N images, P patches of all images, D values of a patch (channels * temporal_patch_size * patch_size^2),
+M merged features of all images (P / merge_size^2), H width of the language model, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
+from vagen.common.errors import ConfigError, ObservationError
+
+__all__ = ["BatchedVisionTower", "Grid", "ImageSpec", "mrope_positions", "preprocess_image", "smart_resize"]
+
+Grid = tuple[int, int, int]
+"""Patches of one image along (time, height, width), before merging."""
+
+_MAX_ASPECT_RATIO = 200
+_BICUBIC = 3
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpec:
+    """How pictures become patches. `mean` and `std` are per RGB channel, of values in [0, 1]."""
+
+    patch_size: int = 14
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    mean: tuple[float, float, float] = _CLIP_MEAN
+    std: tuple[float, float, float] = _CLIP_STD
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"image spec: {name} must be >= 1, got {getattr(self, name)}")
+        if self.max_pixels < self.min_pixels:
+            raise ConfigError(f"image spec: max_pixels {self.max_pixels} is below min_pixels {self.min_pixels}")
+
+    @property
+    def patch_dim(self) -> int:
+        """D: values of one patch, all frames and channels."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Placeholders that an image of this grid takes in a row."""
+        return math.prod(grid) // self.merge_size**2
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> ImageSpec:
+        """Read `preprocessor_config.json`. Raises ConfigError where it is missing or asks for another pipeline."""
+        path = Path(model_dir) / "preprocessor_config.json"
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file; a vision-language model directory needs it")
+        raw = json.loads(path.read_text())
+        for key, only in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", _BICUBIC)):
+            if raw.get(key, only) != only:
+                raise ConfigError(f"{path}: {key} must be {only}, got {raw[key]}")
+        if not math.isclose(raw.get("rescale_factor", 1 / 255), 1 / 255):
+            raise ConfigError(f"{path}: rescale_factor must be 1/255, got {raw['rescale_factor']}")
+        size = raw.get("size") or {}
+        options: dict[str, Any] = {
+            "min_pixels": raw.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
+            "max_pixels": raw.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
+            "mean": tuple(raw["image_mean"]) if "image_mean" in raw else None,
+            "std": tuple(raw["image_std"]) if "image_std" in raw else None,
+        }
+        options |= {key: raw.get(key) for key in ("patch_size", "merge_size", "temporal_patch_size")}
+        return cls(**{key: value for key, value in options.items() if value is not None})
+
+    def save(self, model_dir: str | Path) -> None:
+        """Write `preprocessor_config.json` as transformers reads it."""
+        content = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "do_rescale": True,
+            "do_normalize": True,
+            "resample": _BICUBIC,
+            "rescale_factor": 1 / 255,
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+            "patch_size": self.patch_size,
+            "merge_size": self.merge_size,
+            "temporal_patch_size": self.temporal_patch_size,
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+        }
+        (Path(model_dir) / "preprocessor_config.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Nearest (height, width) whose sides are multiples of `factor` and whose area is within the bounds.
+
+    The formula of transformers' `qwen2_vl.smart_resize`. Raises ObservationError above an aspect ratio of 200.
+    """
+    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
+        raise ObservationError(f"image of {width}x{height} px: aspect ratio above {_MAX_ASPECT_RATIO}")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
+def preprocess_image(image: bytes | Image.Image, spec: ImageSpec) -> tuple[Tensor, Grid]:
+    """Patches float32 [P, D] and grid of one image, bit for bit those of transformers' PIL processor.
+
+    `image` is an encoded file (PNG as the engine saw it) or a PIL image; transparency is composed onto white.
+    Raises ObservationError where the bytes are no image or its shape is out of bounds.
+    """
+    try:
+        picture = _to_rgb(Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image)
+    except OSError as error:
+        raise ObservationError(f"image does not decode: {error}") from error
+    height, width = smart_resize(
+        picture.height,
+        picture.width,
+        factor=spec.patch_size * spec.merge_size,
+        min_pixels=spec.min_pixels,
+        max_pixels=spec.max_pixels,
+    )
+    if (picture.height, picture.width) != (height, width):
+        picture = picture.resize((width, height), resample=Image.Resampling.BICUBIC)
+    pixels = np.asarray(picture)
+    table = _normalisation_table(spec.mean, spec.std)
+    rows, columns, p, m = height // spec.patch_size, width // spec.patch_size, spec.patch_size, spec.merge_size
+    values = np.stack([table[c][pixels[..., c]] for c in range(3)])
+    blocks = values.reshape(3, rows // m, m, p, columns // m, m, p).transpose(1, 4, 2, 5, 0, 3, 6)
+    frames = np.broadcast_to(
+        blocks[:, :, :, :, :, None], (*blocks.shape[:5], spec.temporal_patch_size, *blocks.shape[5:])
+    )
+    return torch.from_numpy(frames.reshape(rows * columns, spec.patch_dim)), (1, rows, columns)
+
+
+def _to_rgb(picture: Image.Image) -> Image.Image:
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255, 255, 255, 255)), picture)
+    return picture.convert("RGB")
+
+
+@lru_cache(maxsize=8)
+def _normalisation_table(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+    """[3, 256] float32: byte -> normalised value, rounded as transformers rounds (rescale in float64, then float32)."""
+    scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
+    return (scaled[None] - np.array(mean, np.float32)[:, None]) / np.array(std, np.float32)[:, None]
+
+
+@lru_cache(maxsize=256)
+def _image_positions(grid: Grid, merge_size: int) -> NDArray[np.int64]:
+    """[3, t * h * w / merge_size^2]: (time, height, width) index of each image token, from 0."""
+    t, h, w = grid[0], grid[1] // merge_size, grid[2] // merge_size
+    return np.indices((t, h, w), dtype=np.int64).reshape(3, -1)
+
+
+def mrope_positions(
+    token_ids: NDArray[np.integer], grids: Sequence[Grid], *, image_token_id: int, merge_size: int = 2
+) -> NDArray[np.int64]:
+    """M-RoPE positions int64 [3, T] of one row whose image placeholders are expanded (transformers' `get_rope_index`).
+
+    Text advances all three axes by one; an image occupies a block from the current position and advances it by its
+    longer merged side. The position after the row is `positions.max() + 1`. Raises ObservationError where the
+    placeholders are not those of `grids`, in order.
+    """
+    where = np.flatnonzero(np.asarray(token_ids) == image_token_id)
+    sizes = [math.prod(grid) // merge_size**2 for grid in grids]
+    if len(where) != sum(sizes):
+        raise ObservationError(f"row has {len(where)} image placeholders, its {len(grids)} images need {sum(sizes)}")
+    positions = np.empty((3, len(token_ids)), dtype=np.int64)
+    done, current, seen = 0, 0, 0
+    for grid, size in zip(grids, sizes, strict=True):
+        start = int(where[seen])
+        if int(where[seen + size - 1]) != start + size - 1:
+            raise ObservationError(f"image placeholders at token {start} are not {size} in a row (grid {grid})")
+        positions[:, done:start] = np.arange(current, current + start - done)
+        current += start - done
+        positions[:, start : start + size] = _image_positions(grid, merge_size) + current
+        current += max(grid[1], grid[2]) // merge_size
+        done, seen = start + size, seen + size
+    positions[:, done:] = np.arange(current, current + len(token_ids) - done)
+    return positions
+
+
+@dataclass(frozen=True)
+class _GridPlan:
+    """What depends on the grid of an image alone; Q = its patches, in window order where the tower has windows.
+
+    cos, sin float32 [Q, 1, head_dim]; order, reverse int64 [Q / merge_unit] or None without windows;
+    windows int64 [W, longest window] (patch of each slot, padded with 0) with mask bool [W, 1, 1, longest window]
+    (None where all windows are equally long) and slot int64 [Q] (the slot of each patch).
+    """
+
+    frames: int
+    cos: Tensor
+    sin: Tensor
+    order: Tensor | None
+    reverse: Tensor | None
+    windows: Tensor | None
+    mask: Tensor | None
+    slot: Tensor | None
+
+
+class BatchedVisionTower:
+    """Features of many images in one forward of transformers' Qwen2.5-VL vision module (`hf.model.visual`).
+
+    transformers loops over the images (and windows) of a batch in Python; here images of one grid form one batch, so
+    the attention of a block is one call. Same parameters, same formulas, forward and backward. Not a module itself:
+    whoever owns the wrapped module saves and moves it.
+    """
+
+    def __init__(self, visual: nn.Module) -> None:
+        if not isinstance(visual, Qwen2_5_VisionTransformerPretrainedModel):
+            raise ConfigError(f"vision tower must be Qwen2.5-VL's, got {type(visual).__name__}")
+        self._visual = visual
+        self._merge_size = int(visual.spatial_merge_size)
+        self._merge_unit = self._merge_size**2
+        self._full_attention = [i in visual.fullatt_block_indexes for i in range(len(visual.blocks))]
+        self._plans: dict[tuple[Grid, torch.device], _GridPlan] = {}
+
+    def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Features [M, H] of patches [P, D], both image after image in the order of `grids`.
+
+        Raises ObservationError where the patches do not fit the grids.
+        """
+        sizes = [math.prod(grid) for grid in grids]
+        if patches.dim() != 2 or patches.shape[0] != sum(sizes):
+            raise ObservationError(f"patches of shape {list(patches.shape)} for grids that need {sum(sizes)} patches")
+        kinds = list(dict.fromkeys(grids))
+        if len(kinds) == 1:
+            return self._forward(patches.view(len(grids), sizes[0], -1), kinds[0]).flatten(0, 1)
+        parts = patches.split(sizes)
+        features: list[Tensor | None] = [None] * len(grids)
+        for kind in kinds:
+            members = [i for i, grid in enumerate(grids) if grid == kind]
+            for i, image in zip(members, self._forward(torch.stack([parts[i] for i in members]), kind), strict=True):
+                features[i] = image
+        return torch.cat([image for image in features if image is not None])
+
+    def _forward(self, patches: Tensor, grid: Grid) -> Tensor:
+        """[n, Q, D] of one grid -> [n, Q / merge_unit, H]."""
+        plan = self._plan(grid, patches.device)
+        visual: Any = self._visual
+        weight = visual.patch_embed.proj.weight
+        x = F.linear(patches.to(weight.dtype), weight.flatten(1))
+        if plan.order is not None:
+            x = x.unflatten(1, (-1, self._merge_unit))[:, plan.order].flatten(1, 2)
+        for block, full in zip(visual.blocks, self._full_attention, strict=True):
+            x = x + self._attention(block.attn, block.norm1(x), plan, full)
+            x = x + block.mlp(block.norm2(x))
+        merged = visual.merger.mlp(visual.merger.ln_q(x).unflatten(1, (-1, self._merge_unit)).flatten(2))
+        return merged if plan.reverse is None else merged[:, plan.reverse]
+
+    def _attention(self, module: Any, x: Tensor, plan: _GridPlan, full: bool) -> Tensor:
+        n, length, width = x.shape
+        qkv = module.qkv(x).view(n, length, 3, module.num_heads, -1)
+        rotated = _rotate(qkv[:, :, :2].float(), plan.cos, plan.sin).to(qkv.dtype)
+        query, key, value = rotated[:, :, 0], rotated[:, :, 1], qkv[:, :, 2]
+        if not full and plan.windows is not None:
+            mask = None if plan.mask is None else plan.mask.repeat(n, 1, 1, 1)
+            query, key, value = (t[:, plan.windows].flatten(0, 1).transpose(1, 2) for t in (query, key, value))
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+            assert plan.slot is not None
+            return module.proj(out.reshape(n, -1, width)[:, plan.slot])
+        # A frame attends to itself only.
+        shape = (n * plan.frames, length // plan.frames, *query.shape[2:])
+        query, key, value = (t.reshape(shape).transpose(1, 2) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        return module.proj(out.reshape(n, length, width))
+
+    def _plan(self, grid: Grid, device: torch.device) -> _GridPlan:
+        plan = self._plans.get((grid, device))
+        if plan is None:
+            plan = self._plans[grid, device] = self._make_plan(grid, device)
+        return plan
+
+    @torch.no_grad()
+    def _make_plan(self, grid: Grid, device: torch.device) -> _GridPlan:
+        visual: Any = self._visual
+        thw = torch.tensor([grid])
+        positions = get_vision_position_ids(thw, self._merge_size, kwargs={}).to(device)
+        cos, sin = visual.rotary_pos_emb(torch.zeros(1, device=device), positions)
+        order = reverse = windows = mask = slot = None
+        if not all(self._full_attention):
+            order, bounds = get_vision_window_index(
+                thw, self._merge_size, visual.window_size, visual.patch_size, kwargs={}
+            )
+            lengths = bounds.diff().long()
+            longest = int(lengths.max())
+            valid = torch.arange(longest)[None] < lengths[:, None]
+            windows = torch.where(valid, bounds[:-1, None].long() + torch.arange(longest)[None], 0).to(device)
+            mask = None if bool(valid.all()) else valid[:, None, None].to(device)
+            slot = valid.flatten().nonzero()[:, 0].to(device)
+            order, reverse = order.to(device), order.argsort().to(device)
+            cos, sin = (t.unflatten(0, (-1, self._merge_unit))[order].flatten(0, 1) for t in (cos, sin))
+        # Two axes for (query or key, head).
+        cos, sin = (t[:, None, None].float().contiguous() for t in (cos, sin))
+        return _GridPlan(grid[0], cos, sin, order, reverse, windows, mask, slot)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,50 @@
+"""A model's vision vocabulary: the placeholder of images, and every token that only a template may place.
+
+Engine, actor and learner must agree on it exactly: what the engine never samples, the learner leaves out of the
+softmax.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vagen.common.errors import ConfigError
+from vagen.common.trajectory import VisionTokens
+
+_TOKEN_NAMES = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+_CONFIG_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def vision_tokens(model_dir: str | Path) -> VisionTokens | None:
+    """The vision vocabulary of a transformers model directory; None for a text-only model.
+
+    The ids that config.json names, and those of Qwen's vision tokens in tokenizer.json. Raises `ConfigError` for a
+    file that is missing or malformed.
+    """
+    folder = Path(model_dir)
+    config = _read(folder / "config.json")
+    image_token_id = config.get("image_token_id")
+    if image_token_id is None:
+        return None
+    added = _read(folder / "tokenizer.json").get("added_tokens", [])
+    ids = {token["content"]: token["id"] for token in added}
+    forbidden = {config.get(key) for key in _CONFIG_KEYS} | {ids.get(name) for name in _TOKEN_NAMES}
+    return VisionTokens(
+        image_token_id=image_token_id,
+        forbidden_token_ids=tuple(sorted(token for token in forbidden if token is not None)),
+        merge_size=(config.get("vision_config") or {}).get("spatial_merge_size", 2),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; a model directory needs it")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid json: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected an object, got {type(raw).__name__}")
+    return raw

@@ -1,0 +1,127 @@
+"""What the learner and an engine must agree on to move weights: process groups, buckets and checksums.
+
+Owns the wire side only: how the two-ended groups are built, how tensors lie in a flattened bucket, what the checksum
+of a tensor is. Knows nothing of HTTP, of versions, or of which weights a model has. Imports torch inside its functions
+only, as all of `vagen.common` must import without it.
+
+Groups are built as SGLang's `init_custom_process_group` builds them: the trainer is rank 0, and the name of the group
+prefixes the keys of the store twice, once by hand and once inside torch's helper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = [
+    "broadcast",
+    "combined_checksum",
+    "connect_store",
+    "dtype_name",
+    "flatten_bucket",
+    "join_group",
+    "leave_group",
+    "split_bucket",
+    "tensor_checksum",
+]
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> Store:
+    """A connection of its own to the trainer's store: a wait on one blocks no other. Raises RuntimeError."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join_group(store: Store, name: str, *, rank: int, world_size: int, backend: str, timeout_s: float) -> ProcessGroup:
+    """Join the group `name`, which blocks until all members have.
+
+    `timeout_s` bounds this call and, with gloo, each collective after it. Raises RuntimeError when a member does not
+    come, ValueError when this process already has a group of that name.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=timedelta(seconds=timeout_s),
+    )
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
+def leave_group(group: ProcessGroup) -> None:
+    """Close this member's side. A gloo collective in another thread still ends only at its own time-out."""
+    import torch.distributed as dist
+
+    group.abort()
+    dist.destroy_process_group(group)
+
+
+def broadcast(group: ProcessGroup, tensor: torch.Tensor) -> None:
+    """Send `tensor` from rank 0, or receive into it, and wait until it is there. Raises RuntimeError."""
+    import torch
+    from torch.distributed import BroadcastOptions
+
+    options = BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    group.broadcast([tensor], options).wait()
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def flatten_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The raw bytes of all tensors, one after the other without gaps: uint8 [sum of bytes]."""
+    import torch
+
+    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+def split_bucket(
+    flat: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """The tensors of a flattened bucket, copied out of it where their bytes are not aligned."""
+    import torch
+
+    tensors, start = [], 0
+    for dtype, shape in zip(dtypes, shapes, strict=True):
+        size = dtype.itemsize * int(torch.Size(shape).numel())
+        part = flat[start : start + size]
+        part = part if start % dtype.itemsize == 0 else part.clone()
+        tensors.append(part.view(dtype).view(tuple(shape)))
+        start += size
+    return tensors
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `float32`, as in the body of an update request."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """xxh3-64 of the raw bytes, row-major, 16 hexadecimal digits."""
+    import torch
+
+    flat: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return xxhash.xxh3_64_hexdigest(flat)
+
+
+def combined_checksum(checksums: Mapping[str, str]) -> str:
+    """One checksum of many, by name: independent of the order in which they were computed."""
+    digest = xxhash.xxh3_64()
+    for name in sorted(checksums):
+        digest.update(f"{name}:{checksums[name]}\n".encode())
+    return digest.hexdigest()

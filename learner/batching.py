@@ -1,0 +1,309 @@
+"""From trajectories to packed tensors: which token is scored where, and how rows fill microbatches.
+
+Owns the order of policy tokens (the order in which they were sampled, trajectory after trajectory) and the mapping
+between that flat order and the rows of a microbatch. Does not own the model, advantages or losses.
+
+Legend: B trajectories, S = B segments, N policy tokens of the batch, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vagen.common.errors import TrajectoryError
+from vagen.common.trajectory import ImageRef, Row, Trajectory
+from vagen.common.vision import Grid, ImageSpec, mrope_positions, preprocess_image
+from vagen.learner.model.batch import ImageBatch, PackedBatch
+
+__all__ = ["ImageStore", "PreparedRow", "RowPreparer", "TrainingBatch", "pack_rows", "partition", "prepare_batch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRow:
+    """One row, ready for the model.
+
+    token_ids int64 [T]; position_ids int64 [3, T]; score_positions int64 [n] of its scored tokens; slots int64 [n], the
+    place of each in the batch's flat order (of policy tokens, or of segments for a bootstrap row); images: keys into
+    the `ImageStore`, in order of their placeholders.
+    """
+
+    token_ids: np.ndarray
+    position_ids: np.ndarray
+    score_positions: np.ndarray
+    slots: np.ndarray
+    images: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch:
+    """One step's data of this data-parallel rank.
+
+    behaviour_logprobs, rewards float32 [N]; turn_ids, segment_ids, versions int64 [N]; staleness int64 [B] (per
+    trajectory, as recorded at claim); group_ids int64 [B], the same numbers on every rank.
+    """
+
+    rows: list[PreparedRow]
+    bootstrap_rows: list[PreparedRow]
+    images: ImageStore
+    behaviour_logprobs: torch.Tensor
+    rewards: torch.Tensor
+    turn_ids: torch.Tensor
+    segment_ids: torch.Tensor
+    versions: torch.Tensor
+    staleness: torch.Tensor
+    group_ids: torch.Tensor
+    num_groups: int
+    """Groups of the global batch."""
+    temperature: float
+    trajectories: list[Trajectory]
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """N."""
+        return len(self.rewards)
+
+    @property
+    def num_segments(self) -> int:
+        """S."""
+        return len(self.trajectories)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of all rows that the policy did not sample."""
+        return sum(map(len, self.rows)) - self.num_policy_tokens
+
+
+class ImageStore:
+    """Images of a batch, preprocessed once each by content hash."""
+
+    def __init__(self, spec: ImageSpec) -> None:
+        self._spec = spec
+        self._images: dict[str, tuple[torch.Tensor, Grid]] = {}
+
+    def add(self, name: str, encoded: bytes) -> Grid:
+        """Preprocess an image unless it is known; returns its grid. Raises `ObservationError` for bytes that are
+        none.
+        """
+        if name not in self._images:
+            self._images[name] = preprocess_image(encoded, self._spec)
+        return self._images[name][1]
+
+    def batch(self, names: Sequence[str]) -> ImageBatch | None:
+        """The images that stand at consecutive placeholder runs, each encoded once; None for none."""
+        if not names:
+            return None
+        distinct = list(dict.fromkeys(names))
+        place = {name: index for index, name in enumerate(distinct)}
+        return ImageBatch(
+            patches=torch.cat([self._images[name][0] for name in distinct]),
+            grids=torch.tensor([self._images[name][1] for name in distinct]),
+            index=torch.tensor([place[name] for name in names]),
+        )
+
+
+class RowPreparer:
+    """Makes `PreparedRow`s for one model: knows its image geometry and its vocabulary."""
+
+    def __init__(self, spec: ImageSpec, image_token_id: int, vocab_size: int) -> None:
+        self._spec = spec
+        self._image_token_id = image_token_id
+        self._vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, model_dir: Path, image_token_id: int, vocab_size: int) -> RowPreparer:
+        """Read the image geometry of a model directory. Raises `ConfigError` where it has none."""
+        return cls(ImageSpec.load(model_dir), image_token_id, vocab_size)
+
+    def new_store(self) -> ImageStore:
+        """An empty store for the images of one batch."""
+        return ImageStore(self._spec)
+
+    def policy_row(self, row: Row, slots: np.ndarray, encoded: dict[str, bytes], store: ImageStore) -> PreparedRow:
+        """A row whose policy tokens are scored. `slots` int64 [n], one for each of them."""
+        scored = np.flatnonzero(row.policy_mask)
+        if scored[0] == 0:
+            raise TrajectoryError("rows.policy_mask", "the first token of a row has no prompt before it")
+        return self._row(row.token_ids, row.images, scored, slots, encoded, store)
+
+    def bootstrap_row(
+        self,
+        token_ids: np.ndarray,
+        images: Sequence[ImageRef],
+        segment: int,
+        encoded: dict[str, bytes],
+        store: ImageStore,
+    ) -> PreparedRow:
+        """A prompt whose state, before the token that would come next, is valued; that token's id does not matter."""
+        ids = np.append(token_ids, 0)
+        return self._row(ids, images, np.array([len(ids) - 1]), np.array([segment]), encoded, store)
+
+    def _row(
+        self,
+        token_ids: np.ndarray,
+        images: Sequence[ImageRef],
+        scored: np.ndarray,
+        slots: np.ndarray,
+        encoded: dict[str, bytes],
+        store: ImageStore,
+    ) -> PreparedRow:
+        if int(token_ids.max()) >= self._vocab_size:
+            raise TrajectoryError(
+                "rows.token_ids", f"token {int(token_ids.max())} in a vocabulary of {self._vocab_size}"
+            )
+        grids = [store.add(image.content_hash, encoded[image.content_hash]) for image in images]
+        for image, grid in zip(images, grids, strict=True):
+            if image.grid_thw != grid:
+                raise TrajectoryError("rows.images", f"grid {image.grid_thw} sent, {grid} by the learner's processor")
+        positions = mrope_positions(
+            token_ids, grids, image_token_id=self._image_token_id, merge_size=self._spec.merge_size
+        )
+        return PreparedRow(
+            token_ids=token_ids.astype(np.int64),
+            position_ids=positions,
+            score_positions=scored,
+            slots=slots,
+            images=tuple(image.content_hash for image in images),
+        )
+
+
+def prepare_batch(
+    trajectories: Sequence[Trajectory], staleness: Sequence[int], groups: Mapping[str, int], preparer: RowPreparer
+) -> TrainingBatch:
+    """Lay out trajectories as rows and flat arrays of policy tokens.
+
+    `staleness` is that of each trajectory, `groups` numbers the groups of the global batch from 0.
+    Raises `TrajectoryError` for what does not fit the model (grids, vocabulary, one temperature for the batch).
+    """
+    temperatures = {trajectory.sampling.temperature for trajectory in trajectories}
+    if len(temperatures) != 1:
+        raise TrajectoryError("sampling.temperature", f"expected one for the batch, got {sorted(temperatures)}")
+    store = preparer.new_store()
+    rows: list[PreparedRow] = []
+    bootstrap_rows: list[PreparedRow] = []
+    logprobs, rewards, turn_ids, segment_ids, versions = [], [], [], [], []
+    first_slot = first_turn = 0
+    for segment, trajectory in enumerate(trajectories):
+        order = _TokenOrder(trajectory)
+        for row, slots in zip(trajectory.rows, order.slots, strict=True):
+            if len(slots):
+                rows.append(preparer.policy_row(row, slots + first_slot, trajectory.images, store))
+        if trajectory.bootstrap is not None:
+            prompt = trajectory.bootstrap
+            bootstrap_rows.append(
+                preparer.bootstrap_row(prompt.token_ids, prompt.images, segment, trajectory.images, store)
+            )
+        logprobs.append(order.gather([row.behaviour_logprobs for row in trajectory.rows]))
+        versions.append(order.gather([row.policy_versions for row in trajectory.rows]))
+        turns = order.gather([row.turn_index for row in trajectory.rows]).astype(np.int64)
+        turn_ids.append(turns - turns[0] + first_turn)
+        segment_ids.append(np.full(order.num_tokens, segment))
+        rewards.append(order.rewards(trajectory))
+        first_slot += order.num_tokens
+        first_turn = int(turn_ids[-1][-1]) + 1
+    return TrainingBatch(
+        rows=rows,
+        bootstrap_rows=bootstrap_rows,
+        images=store,
+        behaviour_logprobs=torch.from_numpy(np.concatenate(logprobs)),
+        rewards=torch.from_numpy(np.concatenate(rewards)),
+        turn_ids=torch.from_numpy(np.concatenate(turn_ids)),
+        segment_ids=torch.from_numpy(np.concatenate(segment_ids)),
+        versions=torch.from_numpy(np.concatenate(versions).astype(np.int64)),
+        staleness=torch.tensor(list(staleness)),
+        group_ids=torch.tensor([groups[t.group_id] for t in trajectories]),
+        num_groups=len(groups),
+        temperature=temperatures.pop(),
+        trajectories=list(trajectories),
+    )
+
+
+class _TokenOrder:
+    """The policy tokens of one trajectory in the order in which they were sampled: by turn, then by position."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        counts = [int(row.policy_mask.sum()) for row in trajectory.rows]
+        turns = np.concatenate([row.turn_index[row.policy_mask != 0] for row in trajectory.rows])
+        self._masks = [row.policy_mask != 0 for row in trajectory.rows]
+        self._order = np.argsort(turns, kind="stable")
+        self.num_tokens = len(turns)
+        rank = np.empty(self.num_tokens, dtype=np.int64)
+        rank[self._order] = np.arange(self.num_tokens)
+        self.slots = np.split(rank, np.cumsum(counts)[:-1])
+
+    def gather(self, per_row: Sequence[np.ndarray]) -> np.ndarray:
+        """Values at policy tokens, in sampling order."""
+        flat = np.concatenate([values[mask] for values, mask in zip(per_row, self._masks, strict=True)])
+        return flat[self._order]
+
+    def rewards(self, trajectory: Trajectory) -> np.ndarray:
+        """Rewards float32 [n] of all components at the tokens at which they were paid."""
+        per_row = [np.zeros(len(row.token_ids), dtype=np.float32) for row in trajectory.rows]
+        for entry in trajectory.rewards:
+            per_row[entry.row][entry.token] += entry.value
+        return self.gather(per_row)
+
+
+def pack_rows(rows: Sequence[PreparedRow], max_tokens: int) -> list[list[int]]:
+    """Indices of `rows` in microbatches of at most `max_tokens` tokens each (a longer row is alone in its own).
+
+    First-fit over rows in descending length; deterministic.
+    """
+    order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        size = len(rows[index])
+        for number, free in enumerate(room):
+            if size <= free:
+                bins[number].append(index)
+                room[number] -= size
+                break
+        else:
+            bins.append([index])
+            room.append(max_tokens - size)
+    return bins
+
+
+def microbatches(
+    rows: Sequence[PreparedRow], images: ImageStore, max_tokens: int
+) -> Iterator[tuple[PackedBatch, torch.Tensor]]:
+    """Packed rows and, for each, the flat slots int64 [n] of the tokens scored in it."""
+    for members in pack_rows(rows, max_tokens):
+        packed = [rows[index] for index in members]
+        yield _pack(packed, images), torch.from_numpy(np.concatenate([row.slots for row in packed]))
+
+
+def _pack(rows: Sequence[PreparedRow], images: ImageStore) -> PackedBatch:
+    starts = np.cumsum([0, *(len(row) for row in rows)])
+    scored = [row.score_positions + start for row, start in zip(rows, starts[:-1], strict=True)]
+    return PackedBatch(
+        token_ids=torch.from_numpy(np.concatenate([row.token_ids for row in rows])),
+        position_ids=torch.from_numpy(np.concatenate([row.position_ids for row in rows], axis=1)),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        score_positions=torch.from_numpy(np.concatenate(scored).astype(np.int64)),
+        images=images.batch([name for row in rows for name in row.images]),
+    )
+
+
+def partition(num_tokens: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Split trajectories over `num_parts` data-parallel ranks so that their token counts balance.
+
+    Greedy longest-processing-time; a pure function of its arguments, so that every rank computes the same. Indices in
+    each part ascend. Every part gets at least one trajectory when there are enough.
+    """
+    order = sorted(range(len(num_tokens)), key=lambda index: (-num_tokens[index], index))
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    load = [0] * num_parts
+    for index in order:
+        lightest = min(range(num_parts), key=lambda part: (load[part], len(parts[part]), part))
+        parts[lightest].append(index)
+        load[lightest] += num_tokens[index]
+    return [sorted(part) for part in parts]

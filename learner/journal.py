@@ -1,0 +1,159 @@
+"""What the learner says about each step: one JSON line in `metrics.jsonl` and the Prometheus metrics.
+
+Owns the names of the fields. A step that is repeated after a restart is written again; the last line of a step counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vagen.common.metrics import Metrics
+from vagen.common.trajectory import Trajectory
+from vagen.learner.batching import TrainingBatch
+from vagen.learner.feeder import Feed
+from vagen.learner.publisher import Published
+from vagen.learner.update import UpdateStats
+
+__all__ = ["StepJournal"]
+
+
+class StepJournal:
+    """Writes one line a step, flushed to disk before the step's checkpoint."""
+
+    def __init__(self, file: Path, metrics: Metrics) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file.open("a")
+        self._metrics = metrics
+        self._started = time.time()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+    def write(
+        self,
+        step: int,
+        feed: Feed,
+        stats: UpdateStats,
+        published: Published | None,
+        probe_mismatch: float | None,
+        seconds: dict[str, float],
+    ) -> dict[str, Any]:
+        """Record a step and return its line. `seconds` are those of the loop's stages."""
+        line = {
+            "step": step,
+            "time": time.time(),
+            "wall_s": time.time() - self._started,
+            **_batch_fields(feed.batch),
+            **_update_fields(stats),
+            "version": published.version if published else None,
+            "publish": _publish_fields(published),
+            "probe_mismatch": probe_mismatch,
+            "seconds": seconds,
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._export(line, feed.batch, published)
+        return line
+
+    def _export(self, line: dict[str, Any], batch: TrainingBatch, published: Published | None) -> None:
+        m = self._metrics
+        m.count("vagen_learner_steps_total")
+        m.count("vagen_learner_trajectories_total", line["num_trajectories"])
+        m.count("vagen_learner_mixed_version_trajectories_total", line["mixed_version_trajectories"])
+        m.count("vagen_learner_tokens_total", line["policy_tokens"], role="policy")
+        m.count("vagen_learner_tokens_total", line["context_tokens"], role="context")
+        m.count("vagen_learner_skipped_steps_total", line["skipped_updates"])
+        for stage, spent in line["seconds"].items():
+            if stage != "total":
+                m.count("vagen_learner_seconds_total", spent, stage=stage)
+        m.gauge("vagen_learner_step", line["step"] + 1)
+        m.gauge("vagen_learner_success", line["success"])
+        m.gauge("vagen_learner_reward", line["reward_mean"])
+        for part, value in line["loss"].items():
+            m.gauge("vagen_learner_loss", value, part=part)
+        for statistic, value in line["ratio"].items():
+            m.gauge("vagen_learner_ratio", value, statistic=statistic)
+        for staleness in batch.staleness.tolist():
+            m.observe("vagen_learner_staleness", staleness)
+        if line["probe_mismatch"] is not None:
+            m.gauge("vagen_learner_logprob_mismatch", line["probe_mismatch"])
+        if published is not None:
+            m.gauge("vagen_learner_policy_version", published.version)
+            m.observe("vagen_learner_publish_seconds", published.report.seconds)
+            m.count("vagen_learner_publishes_total", len(published.report.ok), outcome="ok")
+            m.count("vagen_learner_publishes_total", len(published.report.failed), outcome="failed")
+
+
+def _batch_fields(batch: TrainingBatch) -> dict[str, Any]:
+    trajectories = batch.trajectories
+    components: Counter[str] = Counter()
+    for trajectory in trajectories:
+        components.update(dict(trajectory.reward_by_component))
+    count = len(trajectories)
+    return {
+        "num_trajectories": count,
+        "success": float(np.mean([t.success for t in trajectories])),
+        "reward_mean": sum(components.values()) / count,
+        "reward_std": float(np.std([t.total_reward for t in trajectories])),
+        "reward_by_component": {name: total / count for name, total in sorted(components.items())},
+        "turns_mean": float(np.mean([len(t.turns) for t in trajectories])),
+        "format_rate": _format_rate(trajectories),
+        "policy_tokens": batch.num_policy_tokens,
+        "context_tokens": batch.num_context_tokens,
+        "staleness": {str(key): value for key, value in sorted(Counter(batch.staleness.tolist()).items())},
+        "mixed_version_trajectories": sum(t.oldest_version != t.newest_version for t in trajectories),
+    }
+
+
+def _format_rate(trajectories: list[Trajectory]) -> float:
+    return float(np.mean([turn.format_ok for trajectory in trajectories for turn in trajectory.turns]))
+
+
+def _update_fields(stats: UpdateStats) -> dict[str, Any]:
+    ratio = stats.ratio
+    return {
+        "entropy": stats.entropy,
+        "loss": {
+            "policy": stats.losses["policy_surrogate"],
+            "value": stats.losses["value_loss"],
+            "kl": stats.losses["behaviour_kl"],
+            "total": stats.losses["total_loss"],
+        },
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "clip_fraction": stats.losses["clip_share"],
+        "ratio": {
+            "mean": ratio.mean,
+            "max": ratio.max,
+            "p99": ratio.p99,
+            "ess": ratio.effective_sample_size,
+            "truncated_share": ratio.capped_share,
+        },
+        "mismatch_current_version": ratio.fresh.mean_abs_log_ratio if ratio.fresh.num_tokens else None,
+        "mismatch_stale": ratio.stale.mean_abs_log_ratio if ratio.stale.num_tokens else None,
+        "explained_variance": stats.explained_variance,
+        "num_updates": stats.num_updates,
+        "skipped_updates": stats.skipped_updates,
+    }
+
+
+def _publish_fields(published: Published | None) -> dict[str, Any] | None:
+    if published is None:
+        return None
+    report = published.report
+    return {
+        "version": published.version,
+        "seconds": report.seconds,
+        "stall_s": report.stall_s,
+        "ok": list(report.ok),
+        "failed": dict(report.failed),
+    }

@@ -1,0 +1,220 @@
+"""The learner's one loop.
+
+    wait      consumes the batch of step s from the feeder; unblocked by `claim` sealing a manifest. While waiting,
+    engines
+              that joined get the last version, so that a fleet that starts late or again can make the data waited for.
+    request   the feeder claims step s + 1 while step s trains (prefetch 1).
+    update    score, advantages, PPO epochs. Waits for nobody.
+    publish   every `publish_every` steps: the weights become the version of step s + 1; each member costs at most the
+    broadcast
+              time-out. Then the probe compares engine and learner at exactly that version.
+    save      every `checkpoint_every` steps, or when claimed batches fill half of the buffer: once the checkpoint is
+    durable,
+              `done` frees the steps it contains.
+
+A kill at any point is repaired at start: the newest checkpoint says the step, later manifests are claimed again
+identically. Rank 0 alone talks to engines and marks progress; every rank claims the same sealed manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from vagen.buffer.learner_store import LearnerStore
+from vagen.common.errors import InfrastructureError
+from vagen.learner.checkpoints import CheckpointFolder
+from vagen.learner.config import LearnerConfig
+from vagen.learner.feeder import BatchFeeder, Feed
+from vagen.learner.journal import StepJournal
+from vagen.learner.model.checkpoint_io import save_checkpoint
+from vagen.learner.model.optimizer import Trainer
+from vagen.learner.probe import Probe
+from vagen.learner.publisher import Published, Publisher
+from vagen.learner.update import PolicyUpdate, UpdateStats
+
+__all__ = ["Learner"]
+
+logger = logging.getLogger(__name__)
+
+_TEND_EVERY_S = 0.25
+_REMIND_EVERY_S = 15.0
+
+
+@dataclass
+class Learner:
+    """Everything one rank needs; made by `vagen.learner.startup`."""
+
+    config: LearnerConfig
+    trainer: Trainer
+    update: PolicyUpdate
+    feeder: BatchFeeder
+    store: LearnerStore
+    checkpoints: CheckpointFolder
+    journal: StepJournal
+    stop: threading.Event
+    first_step: int
+    is_first_rank: bool
+    publisher: Publisher
+    probe: Probe | None
+    rescore: Any
+    """Callable (Probe, url, version) -> mean |engine - learner| log-probability on the probe."""
+    _trained: list[int] = field(default_factory=list)
+    _skipped_in_a_row: int = 0
+
+    def run(self) -> int:
+        """Train up to `total_steps`, or until `stop`; returns the step reached. Leaves a checkpoint of it."""
+        config = self.config
+        step = self.first_step
+        self._publish(step)
+        while step < config.total_steps and not self.stop.is_set():
+            clock = _Clock()
+            with clock.stage("wait_data"):
+                feed = self._wait_for(step)
+            if feed is None:
+                break
+            if config.prefetch and step + 1 < config.total_steps:
+                self.feeder.request(step + 1)
+            if self.probe is None and config.probe_prompts:
+                self.probe = Probe.of(feed.batch.trajectories, config.probe_prompts)
+            with clock.stage("update"):
+                stats = self.update.run(feed.batch, step, self.publisher.version)
+                self._give_up_on_skips(stats)
+            self.store.mark_trained(step)
+            self._trained.append(step)
+            published, mismatch = None, None
+            with clock.stage("publish"):
+                if (step + 1) % config.publish_every == 0 or step + 1 == config.total_steps:
+                    published = self._publish(step + 1)
+            with clock.stage("probe"):
+                if published is not None:
+                    mismatch = self._check_engine(published)
+            with clock.stage("checkpoint"):
+                if self._is_checkpoint_due(step + 1):
+                    self._save(step + 1)
+            self._record(step, feed, stats, published, mismatch, clock)
+            step += 1
+        if self._trained:
+            self._save(step)
+        return step
+
+    def _wait_for(self, step: int) -> Feed | None:
+        self.feeder.request(step)
+        started = reminded = time.monotonic()
+        while not self.stop.is_set():
+            feed = self.feeder.wait(_TEND_EVERY_S)
+            if feed is not None:
+                return feed
+            if self.is_first_rank:
+                self.publisher.tend_members()
+            if time.monotonic() - reminded > _REMIND_EVERY_S:
+                reminded = time.monotonic()
+                members = len(self.publisher.members)
+                hint = "" if members else "; no engine is announced: start `vagen-actor run`"
+                logger.info(
+                    "step %d: waiting for data for %.0f s, %d engines serve version %d%s",
+                    step,
+                    reminded - started,
+                    members,
+                    self.publisher.version,
+                    hint,
+                )
+        return None
+
+    def _publish(self, step: int) -> Published | None:
+        """Collective over tensor-parallel ranks; rank 0 sends."""
+        tensors = self.trainer.model.engine_named_tensors()
+        return self.publisher.publish(tensors, step) if self.is_first_rank else None
+
+    def _check_engine(self, published: Published) -> float | None:
+        """The probe against the first member; an engine that fails meanwhile is the next publish's business."""
+        if self.probe is None or not published.report.ok:
+            return None
+        url = published.report.ok[0]
+        try:
+            mismatch: float = self.rescore(self.probe, url, published.version)
+        except InfrastructureError as error:
+            logger.warning("version %d: the probe failed on %s: %s", published.version, url, error)
+            return None
+        return mismatch
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        if step % self.config.checkpoint_every == 0 or step == self.config.total_steps:
+            return True
+        status = self.store.status()
+        return status.capacity_bytes > 0 and status.claimed_bytes > status.capacity_bytes / 2
+
+    def _save(self, step: int) -> None:
+        """A checkpoint before `step`, and then, when it is durable, `done` for the steps it contains."""
+        path = self.checkpoints.path_of(step)
+        if not path.exists():
+            record = {
+                "step": step,
+                "num_updates": self.update.num_updates,
+                "probe": None if self.probe is None else self.probe.to_plain(),
+            }
+            save_checkpoint(path, self.trainer.model, self.trainer, record)
+        if self.is_first_rank:
+            self.store.done(self._trained)
+            self.checkpoints.prune()
+        self._trained.clear()
+
+    def _give_up_on_skips(self, stats: UpdateStats) -> None:
+        if stats.skipped_updates < stats.num_updates:
+            self._skipped_in_a_row = stats.skipped_updates
+        else:
+            self._skipped_in_a_row += stats.skipped_updates
+        if self._skipped_in_a_row >= self.config.max_skipped_updates:
+            raise FloatingPointError(
+                f"{self._skipped_in_a_row} optimizer steps in a row had a non-finite gradient "
+                f"(learner.max_skipped_updates {self.config.max_skipped_updates}); the last checkpoint is good"
+            )
+
+    def _record(
+        self,
+        step: int,
+        feed: Feed,
+        stats: UpdateStats,
+        published: Published | None,
+        mismatch: float | None,
+        clock: _Clock,
+    ) -> None:
+        if not self.is_first_rank:
+            return
+        seconds = {**clock.seconds, **stats.seconds, "prepare": feed.seconds["prepare"], "total": clock.total}
+        line = self.journal.write(step, feed, stats, published, mismatch, seconds)
+        logger.info(
+            "step %d version %d: success %.3f, reward %.3f, staleness %s, ess %.2f, %.2f s",
+            step,
+            self.publisher.version,
+            line["success"],
+            line["reward_mean"],
+            line["staleness"],
+            line["ratio"]["ess"],
+            clock.total,
+        )
+
+
+class _Clock:
+    """Seconds of a step, by stage."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._started
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - started

@@ -1,0 +1,86 @@
+"""Settings of the losses (`$.learner.loss`). Imports without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from vagen.common.config import Section, require
+
+_BEHAVIOUR_WEIGHTS_WITH_RATIO = ("token_tis", "sequence_tis", "icepop")
+_BEHAVIOUR_WEIGHTS_OF_A_BATCH = ("sequence_tis", "m2po")
+
+
+class LossConfig(Section, frozen=True, kw_only=True):
+    """Objective x anchor x behaviour weight, plus regularisers and the critic's loss.
+
+    The default is decoupled PPO (Hilton et al. 2022, arXiv 2110.00641) with the weight capped at 2 and a small KL
+    to the behaviour policy. Behaviour-anchored PPO is `anchor: behaviour, behaviour_weight: none`.
+    """
+
+    objective: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
+    anchor: Literal["proximal", "behaviour", "interpolated"] = "proximal"
+    """Policy in the denominator of the clipped ratio. `interpolated` (A-3PO) needs no forward pass for it."""
+    behaviour_weight: Literal["none", "token_tis", "sequence_tis", "token_reject", "icepop", "m2po"] = "token_tis"
+    """How a token sampled by an older policy counts: see `weights.behaviour_weights`."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """Ratios are clipped to `[1 - clip_low, 1 + clip_high]`; `cispo` uses the upper bound alone."""
+    dual_clip: float | None = None
+    """Bound on the loss of a token of negative advantage, as a multiple of it (> 1); None: unbounded."""
+    weight_cap: float = 2.0
+    """Cap of `token_tis` and `sequence_tis`."""
+    keep_range: tuple[float, float] | None = None
+    """Ratios kept by `token_reject` (default 0.5 to 2) and `icepop` (default 0.5 to 5)."""
+    m2po_threshold: float = 0.04
+    """Mean squared log-ratio below which `m2po` stops dropping tokens."""
+    behaviour_kl: float = 0.1
+    """Weight of the KL to the behaviour policy."""
+    entropy_bonus: float = 0.0
+    weighting: Literal["token", "turn", "sequence"] = "token"
+    """What counts equally: every token, every turn or every sequence."""
+    ess_power: float = 0.0
+    """The step size is multiplied by the effective sample size (a share) to this power: 0 off, 0.5 for Adam (VCPO)."""
+    value_loss: Literal["mse", "smooth_l1"] = "smooth_l1"
+    value_weight: float = 0.5
+    value_clip: float | None = None
+    """Furthest a value may move from its value at the batch's start before its loss stops falling; None: no bound."""
+
+    def __post_init__(self) -> None:
+        self._check_bounds()
+        require(
+            self.anchor != "behaviour" or self.behaviour_weight not in _BEHAVIOUR_WEIGHTS_WITH_RATIO,
+            "learner.loss.behaviour_weight",
+            self.behaviour_weight,
+            "none, token_reject or m2po with anchor behaviour (its ratio already holds the importance weight)",
+        )
+        require(
+            self.anchor != "interpolated" or self.behaviour_weight not in _BEHAVIOUR_WEIGHTS_OF_A_BATCH,
+            "learner.loss.behaviour_weight",
+            self.behaviour_weight,
+            "a weight of single tokens with anchor interpolated (which is only known per micro-batch)",
+        )
+
+    def _check_bounds(self) -> None:
+        bounds: tuple[tuple[str, float | None, float, float, str], ...] = (
+            ("clip_low", self.clip_low, 0.0, 1.0, "float in (0, 1)"),
+            ("clip_high", self.clip_high, 0.0, math.inf, "float > 0"),
+            ("dual_clip", self.dual_clip, 1.0, math.inf, "null or float > 1"),
+            ("weight_cap", self.weight_cap, 0.0, math.inf, "float > 0"),
+            ("m2po_threshold", self.m2po_threshold, 0.0, math.inf, "float > 0"),
+            ("value_clip", self.value_clip, 0.0, math.inf, "null or float > 0"),
+        )
+        for field, value, low, high, bound in bounds:
+            require(value is None or low < value < high, f"learner.loss.{field}", value, bound)
+        for field in ("behaviour_kl", "entropy_bonus", "value_weight"):
+            value = getattr(self, field)
+            require(0.0 <= value < math.inf, f"learner.loss.{field}", value, "float >= 0")
+        require(0.0 <= self.ess_power <= 1.0, "learner.loss.ess_power", self.ess_power, "float in [0, 1]")
+        if self.keep_range is not None:
+            low, high = self.keep_range
+            require(0.0 <= low < 1.0 < high, "learner.loss.keep_range", self.keep_range, "[low, high], low < 1 < high")
+
+    @property
+    def kept_ratios(self) -> tuple[float, float]:
+        """Ratios that `token_reject` or `icepop` keeps, inclusive."""
+        return self.keep_range or ((0.5, 5.0) if self.behaviour_weight == "icepop" else (0.5, 2.0))

@@ -1,0 +1,220 @@
+"""The learner's model: policy and critic over one trunk, transformers' vision tower in front of megatron's decoder.
+
+Owns the forward pass from packed rows to logprobs, entropies and values, and loading and saving as a transformers model
+directory. Does not own the update (see `optimizer.py`), training checkpoints (see `checkpoint_io.py`) or losses.
+
+The value of the state before token j and the distribution of token j come from one hidden state, that of token j - 1;
+the output projection runs at scored positions only, so prompts cost nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+from vagen.common.errors import CheckpointError, ConfigError, TrajectoryError
+from vagen.common.vision import BatchedVisionTower
+from vagen.learner.model.attention import SegmentedSeqParams
+from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
+from vagen.learner.model.cpu_compat import compute_device
+from vagen.learner.model.families import family_of
+from vagen.learner.model.files import VALUE_HEAD_FILE, WEIGHTS_FILE, atomic_directory, copy_companions, read_weights
+from vagen.learner.model.gpt import ModelOptions, build_gpt
+from vagen.learner.model.logprobs import logprobs_and_entropy
+from vagen.learner.model.spec import uses_transformer_engine
+from vagen.learner.model.weights import hf_tensors, load_decoder
+
+__all__ = ["VisionLanguageActorCritic"]
+
+
+class VisionLanguageActorCritic(MegatronModule):
+    """Actor and critic; text-only families have `visual` None. Build with `load_hf`."""
+
+    def __init__(self, hf_config: Any, options: ModelOptions, source_dir: Path) -> None:
+        self.family = family_of(hf_config.model_type)
+        language_model = build_gpt(self.family, hf_config, options)
+        super().__init__(config=language_model.config)
+        self.hf_config, self.source_dir = hf_config, source_dir
+        self.tied = bool(hf_config.tie_word_embeddings)
+        self.language_model = language_model
+        self.visual: nn.Module | None = None
+        self._tower: BatchedVisionTower | None = None
+        if self.family.vision_prefix is not None:
+            self.visual = Qwen2_5_VisionTransformerPretrainedModel._from_config(hf_config.vision_config)
+            self.visual.to(options.dtype).requires_grad_(not options.freeze_vision)
+            self._tower = BatchedVisionTower(self.visual)
+        # In the dtype of the rest: megatron's distributed optimizer confuses the tensors of a group of two dtypes. The
+        # optimizer's master copy is float32 and the product is computed in float32.
+        self.value_head = nn.Linear(self.config.hidden_size, 1, dtype=options.dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        self._rules = self.family.rules(self.family.text_config(hf_config), self.tied)
+        self._transformer_engine = uses_transformer_engine()
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        forbidden_token_ids: Tensor | None = None,
+        detach_value: bool = False,
+    ) -> TokenOutputs:
+        """Score `batch.score_positions`.
+
+        Logprobs and entropy are those of softmax(logits / temperature) without `forbidden_token_ids` (int64; what the
+        engine never samples, such as image placeholders). With `detach_value` the critic's loss does not reach the
+        trunk. Raises TrajectoryError for a batch that contradicts itself or scores a forbidden token.
+        """
+        batch.check()
+        targets = batch.token_ids[batch.score_positions]
+        if forbidden_token_ids is not None and bool(torch.isin(targets, forbidden_token_ids).any()):
+            raise TrajectoryError("score_positions", "a scored token is one that the policy can never sample")
+        hidden = self._hidden_states(batch)
+        critic_input = hidden.detach() if detach_value else hidden
+        head = self.value_head
+        values = F.linear(critic_input.float(), head.weight.float(), head.bias.float())[:, 0]
+        gpt = self.language_model
+        weight = gpt.shared_embedding_or_output_weight() if self.tied else None
+        logits, _ = gpt.output_layer(hidden[:, None], weight=weight)
+        logprobs, entropy = logprobs_and_entropy(
+            logits[:, 0],
+            targets,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            temperature=temperature,
+            forbidden_token_ids=forbidden_token_ids,
+        )
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=values)
+
+    def _hidden_states(self, batch: PackedBatch) -> Tensor:
+        """Hidden states behind the final norm of the tokens before the scored ones, [N, hidden_size]."""
+        gpt = self.language_model
+        embeddings = gpt.embedding(input_ids=batch.token_ids[None], position_ids=None)
+        embeddings = self._with_images(embeddings, batch)
+        angles = gpt.rotary_pos_emb(batch.position_ids[:, None], gpt.mrope_section)
+        rows = batch.score_positions - 1
+        if self._transformer_engine:
+            longest = int(batch.cu_seqlens.diff().max())
+            params = PackedSeqParams("thd", batch.cu_seqlens, batch.cu_seqlens, None, None, longest, longest)
+            hidden = gpt.decoder(embeddings, None, rotary_pos_emb=angles, packed_seq_params=params)
+            return hidden[rows, 0]
+        params = SegmentedSeqParams.build(batch.cu_seqlens, angles, rows, embeddings.dtype)
+        return gpt.decoder(embeddings, None, packed_seq_params=params)[:, 0]
+
+    def _with_images(self, embeddings: Tensor, batch: PackedBatch) -> Tensor:
+        """[T, 1, hidden_size] with image features at the placeholders."""
+        if self.visual is None:
+            if batch.images is not None:
+                raise TrajectoryError("images", f"model_type {self.family.model_type!r} reads no images")
+            return embeddings
+        where = (batch.token_ids == self.hf_config.image_token_id).nonzero()[:, 0]
+        if batch.images is None:
+            if len(where):
+                raise TrajectoryError("images", f"{len(where)} image placeholders without images")
+            return embeddings
+        features = self._image_features(batch.images)
+        if len(features) != len(where):
+            raise TrajectoryError("images", f"{len(where)} image placeholders, but images of {len(features)} tokens")
+        return embeddings.index_copy(0, where, features[:, None].to(embeddings.dtype))
+
+    def _image_features(self, images: ImageBatch) -> Tensor:
+        """Features of each placeholder run in order, [tokens, hidden_size]; each image is encoded once."""
+        assert self._tower is not None
+        grids = [(int(t), int(h), int(w)) for t, h, w in images.grids.tolist()]
+        features = self._tower(images.patches, grids)
+        if images.index is None:
+            return features
+        merge_unit = int(self.hf_config.vision_config.spatial_merge_size) ** 2
+        sizes = images.grids.prod(-1) // merge_unit
+        starts = sizes.cumsum(0) - sizes
+        used = images.index
+        if len(used) and (int(used.min()) < 0 or int(used.max()) >= len(sizes)):
+            raise TrajectoryError("images.index", f"expected values in [0, {len(sizes)})")
+        ends = sizes[used].cumsum(0)
+        shift = (starts[used] - (ends - sizes[used])).repeat_interleave(sizes[used])
+        rows = torch.arange(len(shift)) + shift
+        return features.index_select(0, rows.to(features.device))
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_hf(cls, model_dir: str | Path, options: ModelOptions | None = None) -> VisionLanguageActorCritic:
+        """Model of a transformers directory (config.json, safetensors under hub or transformers 5 names), on this
+        rank's device; the value head from `value_head.safetensors` where there is one, else zero.
+
+        Raises ConfigError for an unsupported model, CheckpointError for weights that do not fit it.
+        """
+        source = Path(model_dir)
+        if not (source / "config.json").is_file():
+            raise ConfigError(f"{source / 'config.json'}: no such file")
+        model = cls(AutoConfig.from_pretrained(source), options or ModelOptions(), source)
+        state = {model.family.hf_name(name): tensor for name, tensor in read_weights(source).items()}
+        load_decoder(model.language_model, model._rules, state)
+        prefix = model.family.vision_prefix
+        try:
+            if model.visual is not None and prefix is not None:
+                vision = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+                model.visual.load_state_dict(vision)
+            if (source / VALUE_HEAD_FILE).is_file():
+                model.value_head.load_state_dict(load_file(source / VALUE_HEAD_FILE))
+        except RuntimeError as error:
+            raise CheckpointError(f"{source}: {error}") from error
+        return model.to(compute_device())
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of vision tower, then decoder; collective over tensor-parallel ranks."""
+        if self.visual is not None:
+            for name, tensor in self.visual.state_dict().items():
+                yield f"{self.family.vision_prefix}{name}", tensor
+        yield from hf_tensors(self.language_model, self._rules)
+
+    def export_hf_state(self) -> dict[str, Tensor]:
+        """Copies of all tensors under the names of transformers' `state_dict()`; a tied `lm_head.weight` is listed.
+
+        Collective over tensor-parallel ranks; every rank gets the whole.
+        """
+        state = {name: tensor.detach().clone() for name, tensor in self._named_tensors()}
+        if self.tied:
+            state["lm_head.weight"] = state[f"{self.family.text_prefix}embed_tokens.weight"]
+        return state
+
+    def engine_named_tensors(self, *, include_tied_head: bool = False) -> list[tuple[str, Tensor]]:
+        """Contiguous copies for a broadcast under the engines' names, in a fixed order: `visual.*`, `model.*`, then
+        `lm_head.weight`.
+
+        A tied head is the embedding itself in SGLang (one parameter, listed once), so it is left out unless
+        `include_tied_head`. Collective over tensor-parallel ranks; every rank gets the whole.
+        """
+        named = [
+            (self.family.disk_name(name), tensor.detach().clone(memory_format=torch.contiguous_format))
+            for name, tensor in self._named_tensors()
+        ]
+        if self.tied and include_tied_head:
+            named.append(("lm_head.weight", dict(named)["model.embed_tokens.weight"].clone()))
+        return named
+
+    def save_hf(self, model_dir: str | Path) -> None:
+        """Write a complete model directory that `load_hf`, transformers and SGLang read; it appears atomically.
+
+        Everything but weights is copied from the directory the model was loaded from. Collective over all ranks.
+        Raises CheckpointError where `model_dir` exists.
+        """
+        with atomic_directory(Path(model_dir)) as target:
+            state = {name: tensor.cpu() for name, tensor in self.engine_named_tensors()}
+            if torch.distributed.get_rank() == 0:
+                copy_companions(self.source_dir, target)
+                save_file(state, target / WEIGHTS_FILE, metadata={"format": "pt"})
+                head = {name: tensor.detach().cpu() for name, tensor in self.value_head.state_dict().items()}
+                save_file(head, target / VALUE_HEAD_FILE)

@@ -1,0 +1,84 @@
+"""What goes into the learner's model and what comes out: packed rows, their images, values per scored token.
+
+Owns shapes and their consistency; imports neither megatron nor transformers.
+
+Legend: T tokens of all rows, S rows, N scored tokens, I distinct images, P patches of all images, D values of a patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vagen.common.errors import TrajectoryError
+
+__all__ = ["ImageBatch", "PackedBatch", "TokenOutputs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageBatch:
+    """Preprocessed images, each encoded once.
+
+    patches float32 [P, D] image after image; grids int64 [I, 3] (time, height, width in patches), on the CPU;
+    index int64 [M], on the CPU: which image stands at each placeholder run of the pack, in order of `token_ids`. None
+    means one run for each image, in order.
+    """
+
+    patches: Tensor
+    grids: Tensor
+    index: Tensor | None = None
+
+    def to(self, device: torch.device) -> ImageBatch:
+        return ImageBatch(patches=self.patches.to(device), grids=self.grids, index=self.index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Rows packed one after another.
+
+    token_ids int64 [T]; position_ids int64 [3, T] (M-RoPE; text repeats one axis three times); cu_seqlens int32
+    [S + 1] row boundaries; score_positions int64 [N], the tokens to be scored, each preceded by a token of its row.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    score_positions: Tensor
+    images: ImageBatch | None = None
+
+    def to(self, device: torch.device) -> PackedBatch:
+        return PackedBatch(
+            token_ids=self.token_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            score_positions=self.score_positions.to(device),
+            images=None if self.images is None else self.images.to(device),
+        )
+
+    def check(self) -> None:
+        """Raises TrajectoryError naming the field whose shape or content contradicts the others."""
+        num_tokens = self.token_ids.numel()
+        if self.token_ids.shape != (num_tokens,) or num_tokens == 0:
+            raise TrajectoryError("token_ids", f"expected shape [T] with T >= 1, got {list(self.token_ids.shape)}")
+        if self.position_ids.shape != (3, num_tokens):
+            raise TrajectoryError("position_ids", f"expected [3, {num_tokens}], got {list(self.position_ids.shape)}")
+        bounds = self.cu_seqlens
+        if bounds.dim() != 1 or int(bounds[0]) != 0 or int(bounds[-1]) != num_tokens or bool((bounds.diff() < 1).any()):
+            raise TrajectoryError("cu_seqlens", f"expected to rise from 0 to {num_tokens}")
+        scored = self.score_positions
+        if scored.dim() != 1 or (scored.numel() and (int(scored.min()) < 0 or int(scored.max()) >= num_tokens)):
+            raise TrajectoryError("score_positions", f"expected shape [N] with values in [0, {num_tokens})")
+        if bool(torch.isin(scored, bounds[:-1].to(scored.dtype)).any()):
+            raise TrajectoryError("score_positions", "the first token of a row has nothing before it to be scored by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOutputs:
+    """Per scored token j, all float32 [N]: log probability and entropy (nats) of the policy that chose it, and the
+    critic's value of the state before it."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor

@@ -1,0 +1,160 @@
+"""Training checkpoints in megatron's torch_dist format: model, optimizer, random number generators, and a JSON record.
+
+Owns the format and exact resume: a run that loads a checkpoint continues with bit-identical losses. Saved with one
+tensor-parallel size, loaded with another, weights and optimizer state are exact and generators are not restored. Does
+not decide when to save, and does not delete.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from vagen.common.errors import CheckpointError
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.cpu_compat import cuda_as_cpu
+from vagen.learner.model.files import atomic_directory
+from vagen.learner.model.optimizer import Trainer
+from vagen.learner.model.parallel import topology
+
+__all__ = ["load_checkpoint", "read_record", "save_checkpoint"]
+
+_RECORD_FILE = "learner.json"
+_FORMAT = 1
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def save_checkpoint(
+    path: str | Path, model: VisionLanguageActorCritic, trainer: Trainer, extra: Mapping[str, Any]
+) -> None:
+    """Write `path`, a directory that appears complete and flushed to disk, or not at all. Collective over all ranks.
+
+    `extra` is what the caller wants back (step, policy version, manifest ...), JSON. Raises CheckpointError where
+    `path` exists.
+    """
+    record = json.dumps(
+        {"format": _FORMAT, "model": _fingerprint(model), "world": _world(), "extra": dict(extra)}, indent=2
+    )
+    with atomic_directory(Path(path)) as target:
+        content = target / "state"
+        if dist.get_rank() == 0:
+            content.mkdir()
+            (target / _RECORD_FILE).write_text(record)
+        dist.barrier()
+        with cuda_as_cpu():
+            state = _sharded_state(model, trainer, with_generators=True, is_loading=False)
+            dist_checkpointing.save(state, str(content), content_metadata=dict(_SHARDING))
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """The `extra` of a checkpoint, without reading tensors. Raises CheckpointError where there is no checkpoint."""
+    return _record(Path(path))["extra"]
+
+
+def load_checkpoint(path: str | Path, model: VisionLanguageActorCritic, trainer: Trainer) -> dict[str, Any]:
+    """Restore model, optimizer and (with as many ranks of each kind as saved) generators in place; returns `extra`.
+
+    Collective over all ranks. Raises CheckpointError where the checkpoint is missing or belongs to another model.
+    """
+    record = _record(Path(path))
+    if record["model"] != _fingerprint(model):
+        raise CheckpointError(f"{path}: does not match the model: saved from {record['model']}")
+    same_world = record["world"] == _world()
+    with cuda_as_cpu():
+        wanted = _sharded_state(model, trainer, with_generators=same_world, is_loading=True)
+        try:
+            state = dist_checkpointing.load(wanted, str(Path(path) / "state"))
+            model.load_state_dict(state["model"])
+        except (CheckpointingException, RuntimeError, KeyError) as error:
+            raise CheckpointError(f"{path}: does not match the model: {error}") from error
+        _load_optimizer(trainer, state["optimizer"])
+    if same_world:
+        _set_generators(state["generators"])
+    return record["extra"]
+
+
+def _record(path: Path) -> dict[str, Any]:
+    file = path / _RECORD_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file; {path} is not a complete checkpoint")
+    record: dict[str, Any] = json.loads(file.read_text())
+    if record.get("format") != _FORMAT:
+        raise CheckpointError(f"{file}: format must be {_FORMAT}, got {record.get('format')}")
+    return record
+
+
+def _fingerprint(model: VisionLanguageActorCritic) -> dict[str, Any]:
+    """Which model a checkpoint is of; megatron itself would load the tensors that two models happen to share."""
+    config = model.config
+    return {
+        "model_type": model.family.model_type,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": model.language_model.vocab_size,
+        "tied": model.tied,
+    }
+
+
+def _world() -> dict[str, int]:
+    place = topology()
+    return {"tp_size": place.tp_size, "dp_size": place.dp_size}
+
+
+def _sharded_state(
+    model: VisionLanguageActorCritic, trainer: Trainer, *, with_generators: bool, is_loading: bool
+) -> dict[str, Any]:
+    sharded_model = model.sharded_state_dict()
+    state: dict[str, Any] = {
+        "model": sharded_model,
+        "optimizer": trainer.optimizer.sharded_state_dict(
+            sharded_model, is_loading=is_loading, metadata=dict(_SHARDING)
+        ),
+    }
+    if with_generators:
+        place = topology()
+        state["generators"] = ShardedObject("generators", _generators(), (place.world_size,), (place.rank,))
+    return state
+
+
+def _load_optimizer(trainer: Trainer, state: Any) -> None:
+    """megatron 0.16 expects torch AdamW's `step` among the per-parameter tensors although it saves it apart, and
+    shares one `step` tensor between all parameters: hide it while tensors are copied, then give each its own."""
+    parts = trainer.inner_optimizers()
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for part, content in zip(parts, states, strict=True):
+        tensors = content.pop("param_state")
+        part.load_state_dict(content)
+        steps = {p: values.pop("step") for p, values in part.optimizer.state.items() if "step" in values}
+        part.load_parameter_state_from_fully_reshardable(tensors)
+        for parameter, step in steps.items():
+            part.optimizer.state[parameter]["step"] = step.clone()
+
+
+def _generators() -> dict[str, Any]:
+    """State of every random number generator of this rank."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_generators(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])

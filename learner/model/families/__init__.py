@@ -1,0 +1,23 @@
+"""Model families the learner can train: one file each, found by the `model_type` of a model's config.json.
+
+Adding a family is one file with a `ModelFamily` and one line in `_FAMILIES`; the rest of the learner does not change.
+"""
+
+from __future__ import annotations
+
+from vagen.common.errors import ConfigError
+from vagen.learner.model.families.base import Layout, ModelFamily, WeightRule
+from vagen.learner.model.families.qwen2 import QWEN2
+from vagen.learner.model.families.qwen2_5_vl import QWEN2_5_VL
+
+__all__ = ["Layout", "ModelFamily", "WeightRule", "family_of"]
+
+_FAMILIES = {family.model_type: family for family in (QWEN2, QWEN2_5_VL)}
+
+
+def family_of(model_type: str) -> ModelFamily:
+    """The family of a `model_type`. Raises ConfigError with the known ones."""
+    family = _FAMILIES.get(model_type)
+    if family is None:
+        raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(_FAMILIES))}")
+    return family

@@ -1,0 +1,118 @@
+"""What a model family states: how its transformers config and weights correspond to megatron's GPTModel.
+
+Owns the vocabulary of that statement (rules and layouts) and the decoder that all Qwen-like families share. Does not
+move tensors (see `weights.py`) and does not build modules (see `gpt.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from vagen.common.errors import ConfigError
+
+__all__ = ["Layout", "ModelFamily", "WeightRule", "decoder_rules", "refuse_unsupported", "rotary_base"]
+
+
+class Layout(Enum):
+    """How the HF tensors of a rule lie in the megatron tensor."""
+
+    COPY = "copy"
+    QKV = "qkv"
+    """q, k, v rows interleaved by key/value group: the group's query heads, its key head, its value head."""
+    GATE_UP = "gate_up"
+    """gate rows, then up rows; each half is sharded by itself."""
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """One megatron tensor, the HF tensors that make it up, and the dimension split over tensor-parallel ranks."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout = Layout.COPY
+    tp_dim: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """One `model_type`.
+
+    `text_prefix` and `vision_prefix` are HF's names of the decoder and of the vision module in a state dict;
+    `disk_prefixes` maps them to the names on the hub, which are also those of the engines. `transformer_options` gives
+    the `TransformerConfig` fields that are peculiar to the family, from the HF text config. `mrope_section` gives the
+    M-RoPE split of half a head; a text model gets one too, as three equal axes are plain RoPE.
+    `rules` lists the decoder's tensors layer by layer, from (HF text config, tied head).
+    """
+
+    model_type: str
+    text_prefix: str
+    vision_prefix: str | None = None
+    disk_prefixes: Mapping[str, str] = field(default_factory=dict)
+    text_config: Callable[[Any], Any]
+    transformer_options: Callable[[Any], dict[str, Any]]
+    mrope_section: Callable[[Any], list[int]]
+    rules: Callable[[Any, bool], list[WeightRule]]
+
+    def disk_name(self, name: str) -> str:
+        """Hub and engine name of an HF state-dict name."""
+        for prefix, shorter in self.disk_prefixes.items():
+            if name.startswith(prefix):
+                return shorter + name.removeprefix(prefix)
+        return name
+
+    def hf_name(self, name: str) -> str:
+        """HF state-dict name of a name on disk, which may be either of the two."""
+        if any(name.startswith(prefix) for prefix in self.disk_prefixes):
+            return name
+        for prefix, shorter in self.disk_prefixes.items():
+            if name.startswith(shorter):
+                return prefix + name.removeprefix(shorter)
+        return name
+
+
+def decoder_rules(
+    text_config: Any, *, prefix: str, tied: bool, qkv_bias: bool = False, qk_norm: bool = False
+) -> list[WeightRule]:
+    """Rules of a Llama-like decoder: RMSNorm, gated MLP without bias, grouped-query attention."""
+    rules = [WeightRule("embedding.word_embeddings.weight", (f"{prefix}embed_tokens.weight",), tp_dim=0)]
+    for i in range(text_config.num_hidden_layers):
+        hf, megatron = f"{prefix}layers.{i}.", f"decoder.layers.{i}."
+        attention, mlp = f"{megatron}self_attention.", f"{megatron}mlp."
+        for kind in ("weight", "bias") if qkv_bias else ("weight",):
+            names = (f"{hf}self_attn.q_proj.{kind}", f"{hf}self_attn.k_proj.{kind}", f"{hf}self_attn.v_proj.{kind}")
+            rules.append(WeightRule(f"{attention}linear_qkv.{kind}", names, Layout.QKV, tp_dim=0))
+        rules.append(WeightRule(f"{attention}linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), tp_dim=1))
+        if qk_norm:
+            rules += [WeightRule(f"{attention}{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",)) for x in "qk"]
+        gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
+        rules += [
+            WeightRule(f"{mlp}linear_fc1.weight", gate_up, Layout.GATE_UP, tp_dim=0),
+            WeightRule(f"{mlp}linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), tp_dim=1),
+            WeightRule(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",)),
+            WeightRule(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",)),
+        ]
+    rules.append(WeightRule("decoder.final_layernorm.weight", (f"{prefix}norm.weight",)))
+    if not tied:
+        rules.append(WeightRule("output_layer.weight", ("lm_head.weight",), tp_dim=0))
+    return rules
+
+
+def rotary_base(text_config: Any) -> float:
+    """The rotary base. Raises ConfigError for scaled variants, which the learner does not implement."""
+    parameters = text_config.rope_parameters
+    if parameters.get("rope_type", "default") != "default":
+        raise ConfigError(f"config.json: rope_type must be 'default', got {parameters['rope_type']!r}")
+    return float(parameters["rope_theta"])
+
+
+def refuse_unsupported(text_config: Any) -> None:
+    """Raises ConfigError for settings that would silently train another model."""
+    if text_config.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act must be 'silu', got {text_config.hidden_act!r}")
+    if text_config.attention_dropout:
+        raise ConfigError(f"config.json: attention_dropout must be 0, got {text_config.attention_dropout}")
+    if any(kind != "full_attention" for kind in getattr(text_config, "layer_types", None) or ()):
+        raise ConfigError("config.json: sliding-window attention is not supported (use_sliding_window must be false)")

@@ -1,0 +1,103 @@
+"""Builds megatron's GPTModel from a transformers config: the one place that constructs megatron modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vagen.common.errors import ConfigError
+from vagen.learner.model.families.base import ModelFamily, refuse_unsupported, rotary_base
+from vagen.learner.model.spec import decoder_layer_spec, uses_transformer_engine
+
+__all__ = ["ModelOptions", "build_gpt", "transformer_config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How the model is held and run. `bf16` keeps fp32 master weights in the optimizer; `recompute` trades one more
+    forward of each decoder layer for its activations; `freeze_vision` keeps the vision tower as loaded."""
+
+    bf16: bool = False
+    recompute: bool = False
+    freeze_vision: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+
+def transformer_config(family: ModelFamily, text_config: Any, options: ModelOptions) -> TransformerConfig:
+    """Megatron's config of an HF text config. Raises ConfigError for what cannot be represented or sharded."""
+    refuse_unsupported(text_config)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if getattr(text_config, name) % tp:
+            raise ConfigError(f"config.json: {name} {getattr(text_config, name)} does not divide by {tp} TP ranks")
+    cuda = torch.cuda.is_available()
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=text_config.num_hidden_layers,
+        hidden_size=text_config.hidden_size,
+        ffn_hidden_size=text_config.intermediate_size,
+        num_attention_heads=text_config.num_attention_heads,
+        num_query_groups=text_config.num_key_value_heads,
+        kv_channels=head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=text_config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        mrope_section=family.mrope_section(text_config),
+        tensor_model_parallel_size=tp,
+        params_dtype=options.dtype,
+        bf16=options.bf16,
+        # Weights come from a file. Turning initialisation off would also leave out the attributes by which megatron
+        # tells shards from replicas, and make the gradient norm wrong under tensor parallelism.
+        init_method=_leave_uninitialised,
+        output_layer_init_method=_leave_uninitialised,
+        embedding_init_method=_leave_uninitialised,
+        # The sum over data-parallel ranks is what losses are defined on.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not cuda,
+        apply_rope_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=False,
+        **family.transformer_options(text_config),
+        **(recompute if options.recompute else {}),
+    )
+
+
+def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPTModel:
+    """A GPTModel of this rank's shards with uninitialised weights, on the CPU or on this rank's GPU.
+
+    `hf_config` is the top-level config: a vision-language model states there whether input and output embeddings
+    are tied.
+    """
+    text_config = family.text_config(hf_config)
+    config = transformer_config(family, text_config, options)
+    spec = decoder_layer_spec(config, transformer_engine=uses_transformer_engine())
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=text_config.vocab_size,
+        max_sequence_length=text_config.max_position_embeddings,
+        position_embedding_type="mrope",
+        rotary_base=rotary_base(text_config),
+        parallel_output=True,
+        share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
+    )
+
+
+def _leave_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

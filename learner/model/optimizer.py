@@ -1,0 +1,144 @@
+"""The update: megatron's gradient buffers and distributed AdamW around a model.
+
+Owns gradient accumulation, reduction, clipping, the step and the refusal of non-finite gradients. Does not own losses,
+learning-rate schedules or files.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from vagen.common.errors import ConfigError
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import PackedBatch, TokenOutputs
+from vagen.learner.model.cpu_compat import cuda_as_cpu
+
+__all__ = ["AdamOptions", "StepStats", "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamOptions:
+    """AdamW. Biases and norms (tensors of one dimension) have no weight decay. `clip_grad` bounds the global gradient
+    norm; 0 turns clipping off."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer: betas must be in [0, 1), got {self.betas}")
+        for name, bound in (("eps", 0.0), ("weight_decay", 0.0), ("clip_grad", 0.0)):
+            if getattr(self, name) < bound:
+                raise ConfigError(f"optimizer: {name} must be >= {bound}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """`grad_norm` before clipping, over all ranks; `skipped` where it was not finite and nothing was changed."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class Trainer:
+    """A model with its gradients and optimizer state. All methods are collective over all ranks.
+
+    Per step: `zero_grad()`, any number of `forward` / `backward`, then `step(lr)`. Gradients are **summed** over
+    microbatches and data-parallel ranks, so a loss is normalised by the global count of what it averages over.
+    """
+
+    def __init__(self, model: VisionLanguageActorCritic, options: AdamOptions) -> None:
+        self.model = model
+        self.options = options
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=0.0,
+            adam_beta1=options.betas[0],
+            adam_beta2=options.betas[1],
+            adam_eps=options.eps,
+            weight_decay=options.weight_decay,
+            clip_grad=options.clip_grad,
+            use_distributed_optimizer=True,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+        )
+        with cuda_as_cpu():
+            self._ddp = DistributedDataParallel(model.config, ddp_config, model)
+            self.optimizer: Any = get_megatron_optimizer(config, [self._ddp])
+        self._prime()
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        forbidden_token_ids: Tensor | None = None,
+        detach_value: bool = False,
+    ) -> TokenOutputs:
+        """As `VisionLanguageActorCritic.forward`."""
+        return self._ddp(
+            batch, temperature=temperature, forbidden_token_ids=forbidden_token_ids, detach_value=detach_value
+        )
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of a step."""
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a scalar loss."""
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> StepStats:
+        """Reduce, clip and apply the accumulated gradients with this learning rate.
+
+        A gradient norm that is not finite on any rank leaves weights and optimizer state as they were.
+        """
+        with cuda_as_cpu():
+            finalize_model_grads([self._ddp], None)
+            overflow = bool(self.optimizer.prepare_grads())
+            grad_norm = float(self.optimizer.get_grad_norm())
+            if overflow or not math.isfinite(grad_norm):
+                return StepStats(grad_norm, skipped=True)
+            for part in self.optimizer.chained_optimizers:
+                if self.options.clip_grad > 0:
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.options.clip_grad, grad_norm)
+            # megatron leaves both to a scheduler of its training script: without this, norms and biases would decay.
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group["lr_mult"]
+                group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
+            self.optimizer.step_with_ready_grads()
+        return StepStats(grad_norm, skipped=False)
+
+    def inner_optimizers(self) -> list[Any]:
+        """megatron's distributed optimizers, each around one torch optimizer (`.optimizer`)."""
+        return list(self.optimizer.chained_optimizers)
+
+    def _prime(self) -> None:
+        """Give torch's AdamW its state before the first step: megatron saves and loads only what is there."""
+        for part in self.inner_optimizers():
+            if not isinstance(part.optimizer, torch.optim.AdamW):
+                continue
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    part.optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }

@@ -1,0 +1,111 @@
+"""torch.distributed and megatron's process groups for one learner process.
+
+Owns start and end of both, and the seeds. One process without torchrun's environment is a world of its own (no
+port is opened). Refuses what the model does not implement: pipeline and context parallelism are always 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+
+from vagen.common.errors import ConfigError
+from vagen.learner.model import cpu_compat
+
+__all__ = ["ParallelTopology", "destroy", "init", "parallel_session", "sum_over_data_parallel", "topology"]
+
+_GENERATIONS = itertools.count()
+
+
+@dataclass(frozen=True)
+class ParallelTopology:
+    """Where this process stands: global rank, tensor-parallel and data-parallel coordinates."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    dp_rank: int
+    dp_size: int
+
+
+def init(*, tensor_parallel_size: int = 1, seed: int = 1, timeout_s: float = 600.0) -> ParallelTopology:
+    """Start torch.distributed (NCCL on GPUs, gloo on CPU) and megatron's groups, then seed every generator.
+
+    torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK are used where set. Dropout-like streams are
+    seeded alike on data-parallel ranks and apart on tensor-parallel ranks, as megatron does.
+    Raises ConfigError where the world does not divide into tensor-parallel groups.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
+        raise ConfigError(f"tensor_parallel_size must divide the {world_size} processes, got {tensor_parallel_size}")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(seconds=timeout_s)
+    store: Store
+    if "RANK" in os.environ:
+        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        # torchrun's store outlives a process group: without a prefix of its own, a second group reads the first's keys.
+        store = PrefixStore(f"learner-{next(_GENERATIONS)}", store)
+    else:
+        store, rank = dist.HashStore(), 0  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    cpu_compat.install()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+    _seed(seed)
+    return topology()
+
+
+def topology() -> ParallelTopology:
+    """Coordinates of this process; `init` must have run."""
+    return ParallelTopology(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def sum_over_data_parallel(value: torch.Tensor) -> torch.Tensor:
+    """The sum over the data-parallel ranks, in place; all of them must call."""
+    dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+    return value
+
+
+def destroy() -> None:
+    """End megatron's groups and torch.distributed; `init` may be called again."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def parallel_session(
+    *, tensor_parallel_size: int = 1, seed: int = 1, timeout_s: float = 600.0
+) -> Iterator[ParallelTopology]:
+    """`init` on entry, `destroy` on exit."""
+    try:
+        yield init(tensor_parallel_size=tensor_parallel_size, seed=seed, timeout_s=timeout_s)
+    finally:
+        destroy()
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -1,0 +1,105 @@
+"""A small Qwen2.5-VL with random weights, for laptops and tests, written as a transformers model directory.
+
+Owns its sizes. The tokenizer (whose special tokens it needs by name) and the chat template belong to the caller.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from vagen.common.errors import ConfigError
+from vagen.common.vision import ImageSpec
+from vagen.learner.config import ModelConfig
+
+__all__ = ["save_tiny_model"]
+
+
+def save_tiny_model(
+    config: ModelConfig,
+    tokenizer: Tokenizer | PreTrainedTokenizerFast,
+    model_dir: str | Path,
+    *,
+    seed: int = 0,
+    chat_template: str | None = None,
+) -> Path:
+    """Write the model (float32, seeded), its tokenizer and its image processor config; returns `model_dir`.
+
+    The tokenizer must know `<|im_end|>`, `<|vision_start|>`, `<|vision_end|>`, `<|image_pad|>` and `<|video_pad|>`
+    (ConfigError otherwise). A `Tokenizer` is saved with `<|im_end|>` as its end-of-sequence token.
+    """
+    target = Path(model_dir)
+    target.mkdir(parents=True, exist_ok=True)
+    if isinstance(tokenizer, Tokenizer):
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<|im_end|>", clean_up_tokenization_spaces=False
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    vocabulary = tokenizer.get_vocab()
+    names = ("<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    missing = [name for name in names if name not in vocabulary]
+    if missing:
+        raise ConfigError(f"tokenizer lacks the special tokens {missing}")
+    model = _build(config, {name: vocabulary[name] for name in names}, len(tokenizer), seed)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    spec = ImageSpec(
+        patch_size=config.patch_size,
+        merge_size=config.merge_size,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+    )
+    spec.save(target)
+    return target
+
+
+def _build(config: ModelConfig, special: dict[str, int], num_tokens: int, seed: int) -> Any:
+    vocab_size = -(-num_tokens // config.vocab_multiple) * config.vocab_multiple
+    hf_config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "max_position_embeddings": config.max_position_embeddings,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": config.rope_theta,
+                "mrope_section": config.mrope_section,
+            },
+            "initializer_range": config.initializer_range,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": special["<|im_end|>"],
+            "pad_token_id": None,
+        },
+        vision_config={
+            "depth": config.vision_num_layers,
+            "hidden_size": config.vision_hidden_size,
+            "intermediate_size": config.vision_intermediate_size,
+            "num_heads": config.vision_num_heads,
+            "out_hidden_size": config.hidden_size,
+            "patch_size": config.patch_size,
+            "spatial_merge_size": config.merge_size,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": list(range(config.vision_num_layers)),
+            "initializer_range": config.initializer_range,
+        },
+        image_token_id=special["<|image_pad|>"],
+        video_token_id=special["<|video_pad|>"],
+        vision_start_token_id=special["<|vision_start|>"],
+        vision_end_token_id=special["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2_5_VLForConditionalGeneration(hf_config).float()

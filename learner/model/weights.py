@@ -1,0 +1,118 @@
+"""Moves decoder weights between transformers' layout and megatron's tensor-parallel shards, exactly.
+
+Owns fusing, splitting, sharding and gathering under the rules of a family. Knows no file format and no model family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from vagen.common.errors import CheckpointError
+from vagen.learner.model.families.base import Layout, WeightRule
+
+__all__ = ["hf_tensors", "load_decoder"]
+
+_TRANSFORMER_ENGINE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Transformer Engine fuses these norms into the linear layer behind them."""
+
+
+def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str, Tensor]) -> None:
+    """Copy this rank's shards of HF tensors into `gpt`, cast to its dtype.
+
+    Raises CheckpointError naming a tensor that is missing or has another shape, and where a parameter has no rule.
+    """
+    parameters = dict(gpt.named_parameters())
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for rule in rules:
+        parameter = parameters.pop(_local_name(rule.megatron, parameters))
+        missing = [name for name in rule.hf if name not in state]
+        if missing:
+            raise CheckpointError(f"weights lack {missing[0]}")
+        shard = _shard(rule, _fuse(rule, [state[name] for name in rule.hf], gpt.config), rank, size)
+        if shard.shape != parameter.shape:
+            raise CheckpointError(f"{rule.hf[0]}: {list(shard.shape)} does not fit config.json {list(parameter.shape)}")
+        with torch.no_grad():
+            parameter.copy_(shard)
+    if parameters:
+        raise CheckpointError(f"no weights for {sorted(parameters)}")
+
+
+def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of the decoder, layer by layer, one rule gathered at a time.
+
+    Collective over the tensor-parallel group: every rank must iterate to the end. Tensors may share memory with the
+    parameters: clone what outlives the next step.
+    """
+    parameters = dict(gpt.named_parameters())
+    group = parallel_state.get_tensor_model_parallel_group()
+    for rule in rules:
+        shard = parameters[_local_name(rule.megatron, parameters)].detach()
+        yield from zip(rule.hf, _split(rule, _gather(rule, shard, group), gpt.config), strict=True)
+
+
+def _local_name(name: str, parameters: Mapping[str, Any]) -> str:
+    """`name`, or what it is called where Transformer Engine built the layer."""
+    if name in parameters:
+        return name
+    for plain, fused in _TRANSFORMER_ENGINE_NAMES.items():
+        if name.endswith("." + plain):
+            return name.removesuffix(plain) + fused
+    return name
+
+
+def _heads(config: TransformerConfig) -> tuple[int, int, int]:
+    """(key/value groups, query heads of each, head width)."""
+    groups = config.num_query_groups
+    assert groups is not None and config.kv_channels is not None
+    return groups, config.num_attention_heads // groups, config.kv_channels
+
+
+def _fuse(rule: WeightRule, parts: Sequence[Tensor], config: TransformerConfig) -> Tensor:
+    if rule.layout is Layout.COPY:
+        return parts[0]
+    if rule.layout is Layout.GATE_UP:
+        return torch.cat(list(parts))
+    groups, queries, width = _heads(config)
+    shaped = [x.reshape(groups, heads, width, *x.shape[1:]) for x, heads in zip(parts, (queries, 1, 1), strict=True)]
+    return torch.cat(shaped, 1).flatten(0, 2)
+
+
+def _split(rule: WeightRule, whole: Tensor, config: TransformerConfig) -> Sequence[Tensor]:
+    if rule.layout is Layout.COPY:
+        return [whole]
+    if rule.layout is Layout.GATE_UP:
+        return whole.chunk(2)
+    groups, queries, width = _heads(config)
+    shaped = whole.reshape(groups, queries + 2, width, *whole.shape[1:])
+    return [x.flatten(0, 2) for x in shaped.split([queries, 1, 1], 1)]
+
+
+def _shard(rule: WeightRule, whole: Tensor, rank: int, size: int) -> Tensor:
+    if rule.tp_dim is None or size == 1:
+        return whole
+    halves = whole.chunk(2, rule.tp_dim) if rule.layout is Layout.GATE_UP else [whole]
+    return torch.cat([half.chunk(size, rule.tp_dim)[rank] for half in halves], rule.tp_dim)
+
+
+def _gather(rule: WeightRule, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = dist.get_world_size(group)
+    if rule.tp_dim is None or size == 1:
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(size)]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    if rule.layout is not Layout.GATE_UP:
+        return torch.cat(shards, rule.tp_dim)
+    pairs = [shard.chunk(2, rule.tp_dim) for shard in shards]
+    return torch.cat([torch.cat([pair[half] for pair in pairs], rule.tp_dim) for half in (0, 1)], rule.tp_dim)

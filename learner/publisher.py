@@ -1,0 +1,96 @@
+"""From weights to engines: versions, members that come and go, and the check that both sides compute the same.
+
+A version is recorded before any engine may sample with it. An engine takes traffic only after its checksum matched;
+one that joins between two publishes gets the tensors of the last one. Owns the snapshot of what was published last;
+the transfer itself is `vagen.learner.broadcast`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from vagen.buffer.learner_store import EngineLease, LearnerStore
+from vagen.learner.broadcast import Broadcaster, PublishReport
+
+__all__ = ["Publisher", "Published"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One publish: its version and what became of each member."""
+
+    version: int
+    step: int
+    report: PublishReport
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    version: int
+    tensors: list[tuple[str, Tensor]]
+
+
+@dataclass
+class Publisher:
+    """Publishes from one rank."""
+
+    store: LearnerStore
+    broadcaster: Broadcaster
+    incarnation: str
+    _snapshot: _Snapshot | None = None
+    _members: dict[str, str] = field(default_factory=dict)
+    """Engines that serve the last version: url -> incarnation."""
+
+    @property
+    def version(self) -> int:
+        """The version published last; -1 before the first."""
+        return -1 if self._snapshot is None else self._snapshot.version
+
+    @property
+    def members(self) -> Sequence[str]:
+        """URLs of the engines that serve the last version."""
+        return sorted(self._members)
+
+    def publish(self, tensors: list[tuple[str, Tensor]], step: int) -> Published:
+        """Give weights a new version, that of learner step `step`, and send it to every announced engine.
+
+        An engine that is dead or hangs costs at most the broadcast time-out, and is out of traffic.
+        """
+        version = self.store.next_version()
+        self.store.record_version(version, self.incarnation, step, checksum="")
+        self._snapshot = _Snapshot(version, tensors)
+        report = self._send(self.store.engines())
+        self.store.record_version(version, self.incarnation, step, report.checksum)
+        return Published(version=version, step=step, report=report)
+
+    def tend_members(self) -> PublishReport | None:
+        """Send the last version to engines that joined since; None when none did."""
+        announced = self.store.engines()
+        joiners = [engine for engine in announced if self._members.get(engine.url) != engine.incarnation]
+        if self._snapshot is None or not joiners:
+            return None
+        return self._send(joiners)
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self.broadcaster.close()
+
+    def _send(self, engines: Sequence[EngineLease]) -> PublishReport:
+        assert self._snapshot is not None
+        snapshot = self._snapshot
+        report = self.broadcaster.publish(snapshot.tensors, snapshot.version, [engine.url for engine in engines])
+        by_url = {engine.url: engine for engine in engines}
+        for url in report.ok:
+            if self.store.admit_engine(url, by_url[url].incarnation, snapshot.version):
+                self._members[url] = by_url[url].incarnation
+        for url, reason in report.failed.items():
+            logger.warning("version %d did not reach %s: %s", snapshot.version, url, reason)
+            self.store.withdraw_engine(url, by_url[url].incarnation)
+            self._members.pop(url, None)
+        return report

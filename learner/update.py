@@ -1,0 +1,246 @@
+"""One learner step's arithmetic: score the batch, estimate advantages, run the PPO epochs.
+
+Owns the order of minibatches and the scaling that makes microbatches, minibatches and data-parallel ranks add up. Does
+not own where batches come from or where weights go.
+
+Legend: N policy tokens, S segments of this rank's batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vagen.learner.advantages.batch import AdvantageInputs, AdvantageOutputs
+from vagen.learner.advantages.estimate import estimate_advantages
+from vagen.learner.batching import TrainingBatch, microbatches
+from vagen.learner.config import LearnerConfig
+from vagen.learner.losses.diagnostics import RatioDiagnostics, explained_variance, ratio_diagnostics, step_scale
+from vagen.learner.losses.policy import PolicyLossInputs, policy_loss
+from vagen.learner.losses.value import value_loss
+from vagen.learner.losses.weights import BehaviourWeights, behaviour_weights, loss_weights
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.optimizer import Trainer
+
+__all__ = ["PolicyUpdate", "Scores", "UpdateStats", "score"]
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The model's view of a batch, without gradient: logprobs, entropy, values float32 [N]; bootstrap_values [S]."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor
+    bootstrap_values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStats:
+    """What one step did. `losses` are means over its optimizer steps."""
+
+    losses: dict[str, float]
+    grad_norm: float
+    lr: float
+    num_updates: int
+    skipped_updates: int
+    ratio: RatioDiagnostics
+    explained_variance: float
+    entropy: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def score(
+    model: VisionLanguageActorCritic, batch: TrainingBatch, max_tokens: int, forbidden_token_ids: Tensor
+) -> Scores:
+    """Log-probabilities, entropies and values of every policy token, and the values of the bootstrap prompts."""
+    tokens = [torch.empty(batch.num_policy_tokens) for _ in range(3)]
+    for packed, slots in microbatches(batch.rows, batch.images, max_tokens):
+        out = model(packed, temperature=batch.temperature, forbidden_token_ids=forbidden_token_ids)
+        for target, values in zip(tokens, (out.logprobs, out.entropy, out.values), strict=True):
+            target[slots] = values
+    bootstrap = torch.zeros(batch.num_segments)
+    for packed, slots in microbatches(batch.bootstrap_rows, batch.images, max_tokens):
+        bootstrap[slots] = model(packed).values
+    return Scores(logprobs=tokens[0], entropy=tokens[1], values=tokens[2], bootstrap_values=bootstrap)
+
+
+class PolicyUpdate:
+    """Turns batches into optimizer steps."""
+
+    def __init__(
+        self,
+        model: VisionLanguageActorCritic,
+        trainer: Trainer,
+        config: LearnerConfig,
+        *,
+        seed: int,
+        forbidden_token_ids: Tensor,
+        reduce: Reduce | None = None,
+    ) -> None:
+        """`reduce` sums a tensor over the data-parallel ranks; None where this rank is alone."""
+        self._model = model
+        self._trainer = trainer
+        self._config = config
+        self._seed = seed
+        self._forbidden = forbidden_token_ids
+        self._reduce = reduce
+        self.num_updates = 0
+        """Optimizer steps of the run so far; part of a checkpoint."""
+
+    def run(self, batch: TrainingBatch, step: int, version: int) -> UpdateStats:
+        """Train on a batch as learner step `step`; deterministic for (weights, batch, seed, step).
+
+        `version` is the policy version that the present weights were published as, -1 if they never were; tokens that
+        it sampled show the numerical mismatch of engine and learner apart from staleness.
+        """
+        config = self._config
+        started = time.perf_counter()
+        self._model.eval()
+        scores = score(self._model, batch, config.max_tokens_per_microbatch, self._forbidden)
+        scored = time.perf_counter()
+        outputs = estimate_advantages(_advantage_inputs(batch, scores), config.advantage, self._reduce)
+        behind = (batch.versions != version).long()
+        ratio = ratio_diagnostics(scores.logprobs, batch.behaviour_logprobs, behind, config.loss.weight_cap)
+        sequence_ids = _sequence_ids(batch)
+        weights = behaviour_weights(scores.logprobs - batch.behaviour_logprobs, sequence_ids, config.loss)
+        data = _TokenData(batch, scores, outputs, weights, sequence_ids)
+        scale = step_scale(ratio.effective_sample_size, config.loss.ess_power)
+        estimated = time.perf_counter()
+        self._model.train()
+        totals: dict[str, float] = defaultdict(float)
+        grad_norm, lr, skipped, updates = 0.0, 0.0, 0, 0
+        for epoch in range(config.ppo_epochs):
+            for members in self._minibatches(len(batch.rows), step, epoch):
+                lr = scale * config.optimizer.lr_at(step / config.total_steps, self.num_updates)
+                norm, was_skipped = self._minibatch(batch, members, data, lr, totals)
+                grad_norm += norm
+                skipped += was_skipped
+                updates += 1
+                self.num_updates += 1
+        finished = time.perf_counter()
+        return UpdateStats(
+            losses={name: value / updates for name, value in totals.items()},
+            grad_norm=grad_norm / updates,
+            lr=lr,
+            num_updates=updates,
+            skipped_updates=skipped,
+            ratio=ratio,
+            explained_variance=float(explained_variance(scores.values, outputs.value_targets, outputs.value_mask)),
+            entropy=float(scores.entropy.mean()),
+            seconds={"score": scored - started, "advantages": estimated - scored, "update": finished - estimated},
+        )
+
+    def _minibatches(self, num_rows: int, step: int, epoch: int) -> list[np.ndarray]:
+        """This rank's rows of each optimizer step: shuffled, of nearly equal number, the same number on every rank."""
+        total = num_rows if self._reduce is None else int(self._reduce(torch.tensor(float(num_rows))))
+        count = max(1, round(total / self._config.minibatch_rows))
+        shuffled = np.random.default_rng((self._seed, step, epoch)).permutation(num_rows)
+        return np.array_split(shuffled, count)
+
+    def _minibatch(
+        self, batch: TrainingBatch, members: np.ndarray, data: _TokenData, lr: float, totals: dict[str, float]
+    ) -> tuple[float, bool]:
+        """One optimizer step; adds its losses to `totals` and returns (gradient norm, whether it was skipped)."""
+        config = self._config
+        rows = [batch.rows[index] for index in members]
+        slots = torch.from_numpy(np.sort(np.concatenate([row.slots for row in rows])))
+        data.weigh(slots, config.loss.weighting, self._reduce)
+        targets = int(self._total(data.outputs.value_mask[slots].sum()))
+        self._trainer.zero_grad()
+        for packed, taken in microbatches(rows, batch.images, config.max_tokens_per_microbatch):
+            out = self._trainer.forward(packed, temperature=batch.temperature, forbidden_token_ids=self._forbidden)
+            loss, losses = policy_loss(data.inputs(taken, out.logprobs, out.entropy), config.loss)
+            critic, critic_losses = value_loss(
+                out.values,
+                data.scores.values[taken],
+                data.outputs.value_targets[taken],
+                data.outputs.value_mask[taken],
+                config.loss,
+                count=targets,
+            )
+            self._trainer.backward(loss + critic)
+            for name, value in {**losses, **critic_losses, "total_loss": (loss + critic).detach()}.items():
+                totals[name] += float(value)
+        stats = self._trainer.step(lr)
+        return (0.0 if stats.skipped else stats.grad_norm), stats.skipped
+
+    def _total(self, value: Tensor) -> float:
+        value = value.double()
+        return float(value if self._reduce is None else self._reduce(value))
+
+
+class _TokenData:
+    """Per-token data of a batch, to be gathered for each microbatch."""
+
+    def __init__(
+        self,
+        batch: TrainingBatch,
+        scores: Scores,
+        outputs: AdvantageOutputs,
+        weights: BehaviourWeights,
+        sequence_ids: Tensor,
+    ) -> None:
+        self.scores = scores
+        self.outputs = outputs
+        self._batch = batch
+        self._weights = weights
+        self._sequence_ids = sequence_ids
+        self._staleness = batch.staleness[batch.segment_ids]
+        self._loss_weights = torch.zeros(batch.num_policy_tokens)
+
+    def weigh(self, slots: Tensor, weighting: str, reduce: Reduce | None) -> None:
+        """Set the loss weights of a minibatch's tokens (ascending slots), which sum to 1 over all ranks."""
+        turns, sequences = self._batch.turn_ids[slots], self._sequence_ids[slots]
+        units = {"token": slots, "turn": turns, "sequence": sequences}[weighting]
+        count = torch.tensor(float(torch.unique_consecutive(units).numel()), dtype=torch.float64)
+        total = int(count if reduce is None else reduce(count))
+        self._loss_weights[slots] = loss_weights(turns, sequences, weighting, total)  # type: ignore[arg-type]
+
+    def inputs(self, taken: Tensor, logprobs: Tensor, entropy: Tensor) -> PolicyLossInputs:
+        """Loss inputs of the tokens at slots `taken`."""
+        weights = BehaviourWeights(
+            self._weights.weights[taken], self._weights.rejected[taken], self._weights.truncated[taken]
+        )
+        return PolicyLossInputs(
+            logprobs=logprobs,
+            behaviour_logprobs=self._batch.behaviour_logprobs[taken],
+            advantages=self.outputs.advantages[taken],
+            loss_weights=self._loss_weights[taken],
+            sequence_ids=self._sequence_ids[taken],
+            proximal_logprobs=self.scores.logprobs[taken],
+            weights=weights,
+            staleness=self._staleness[taken],
+            entropy=entropy,
+        )
+
+
+def _advantage_inputs(batch: TrainingBatch, scores: Scores) -> AdvantageInputs:
+    return AdvantageInputs(
+        rewards=batch.rewards,
+        values=scores.values,
+        behaviour_logprobs=batch.behaviour_logprobs,
+        proximal_logprobs=scores.logprobs,
+        turn_ids=batch.turn_ids,
+        segment_ids=batch.segment_ids,
+        bootstrap_values=scores.bootstrap_values,
+        group_ids=batch.group_ids,
+        num_groups=batch.num_groups,
+    )
+
+
+def _sequence_ids(batch: TrainingBatch) -> Tensor:
+    """The row of each policy token, int64 [N]."""
+    ids = torch.empty(batch.num_policy_tokens, dtype=torch.int64)
+    for index, row in enumerate(batch.rows):
+        ids[torch.from_numpy(row.slots)] = index
+    return ids

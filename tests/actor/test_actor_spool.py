@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ulid import ULID
+
+from vagen.actor.spool import Spool
+from vagen.common.errors import ConfigError, TrajectoryError
+from vagen.common.trajectory import End, EngineIdentity, RewardEntry, Row, SamplingParams, Trajectory, Turn
+from vagen.common.validation import validate_trajectory
+from vagen.common.wire import check_payload, decode_envelope, decode_trajectory
+
+MANY = 1 << 30
+
+
+def make_trajectory(task_index: int = 0, num_tokens: int = 8) -> Trajectory:
+    mask = np.ones(num_tokens, np.uint8)
+    mask[0] = 0
+    row = Row(
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        policy_mask=mask,
+        behaviour_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        turn_index=np.where(mask, 0, -1).astype(np.int16),
+    )
+    return Trajectory(
+        trajectory_id=str(ULID()),
+        run_id="run",
+        actor_id="a",
+        actor_seq=1,
+        episode_id=str(ULID()),
+        task="t",
+        task_index=task_index,
+        seed=1,
+        group_id="g",
+        env_name="e",
+        harness_name="h",
+        splits_episode_across_rows=False,
+        sampling=SamplingParams(),
+        engine=EngineIdentity(kind="local", incarnation="i", model_hash="m", tokenizer_hash="t"),
+        rows=(row,),
+        turns=(Turn(index=0, row=0, start=1, end=num_tokens, format_ok=True, action_valid=True),),
+        rewards=(RewardEntry(component="task", row=0, token=num_tokens - 1, value=1.0),),
+        end=End.TERMINATED,
+        success=True,
+    )
+
+
+def key_of(trajectory: Trajectory) -> bytes:
+    return ULID.from_str(trajectory.trajectory_id).bytes
+
+
+def test_sequences_and_identity_outlive_the_process_and_the_rows(tmp_path: Path) -> None:
+    async def main() -> None:
+        spool = Spool(tmp_path, "run", MANY)
+        actor_id = spool.actor_id
+        trajectories = [make_trajectory(i) for i in range(5)]
+        entries = await asyncio.gather(*map(spool.journal, trajectories))
+        assert sorted(entry.actor_seq for entry in entries) == [1, 2, 3, 4, 5]
+        for trajectory in trajectories:
+            assert spool.release(key_of(trajectory)) is not None
+            assert spool.release(key_of(trajectory)) is None
+        await spool.close()
+
+        spool = Spool(tmp_path, "run", MANY)
+        assert (spool.actor_id, spool.journalled, spool.in_flight, spool.num_bytes) == (actor_id, 5, 0, 0)
+        assert (await spool.journal(make_trajectory())).actor_seq == 6
+        await spool.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_unacked_is_found_again_as_it_was_sent(tmp_path: Path) -> None:
+    async def main() -> None:
+        spool = Spool(tmp_path, "run", MANY)
+        trajectories = [make_trajectory(i) for i in range(3)]
+        frames = [await spool.load((await spool.journal(t)).actor_seq) for t in trajectories]
+        spool.release(key_of(trajectories[1]))
+        await spool.close()
+
+        spool = Spool(tmp_path, "run", MANY)
+        assert [entry.actor_seq for entry in spool.entries()] == [1, 3]
+        assert [await spool.load(1), await spool.load(3)] == [frames[0], frames[2]]
+        envelope, payload = await spool.load(3)
+        head = decode_envelope(envelope)
+        check_payload(head, payload)
+        decoded = decode_trajectory(payload)
+        validate_trajectory(decoded)
+        assert (head.actor_seq, decoded.actor_seq, decoded.trajectory_id) == (3, 3, trajectories[2].trajectory_id)
+        assert spool.num_bytes == sum(entry.num_bytes for entry in spool.entries()) > 0
+        await spool.close()
+
+    asyncio.run(main())
+
+
+def test_it_is_full_by_bytes(tmp_path: Path) -> None:
+    async def main() -> None:
+        spool = Spool(tmp_path, "run", 2000)
+        trajectory = make_trajectory(num_tokens=200)
+        await spool.journal(trajectory)
+        assert spool.is_full
+        spool.release(key_of(trajectory))
+        assert not spool.is_full
+        await spool.close()
+
+    asyncio.run(main())
+
+
+def test_one_too_large_is_refused_and_takes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vagen.common.wire.MAX_PAYLOAD_BYTES", 3000)
+
+    async def main() -> None:
+        spool = Spool(tmp_path, "run", MANY)
+        outcomes = await asyncio.gather(
+            spool.journal(make_trajectory()),
+            spool.journal(make_trajectory(num_tokens=4000)),
+            spool.journal(make_trajectory()),
+            return_exceptions=True,
+        )
+        assert [getattr(outcome, "actor_seq", None) for outcome in outcomes] == [1, None, 2]
+        assert isinstance(outcomes[1], TrajectoryError)
+        assert (spool.in_flight, spool.journalled) == (2, 2)
+        await spool.close()
+
+    asyncio.run(main())
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
+    async def main() -> None:
+        spool = Spool(tmp_path, "run", MANY)
+        with pytest.raises(ConfigError, match=rf"{tmp_path}: in use by another vagen-actor"):
+            Spool(tmp_path, "run", MANY)
+        await spool.close()
+        await Spool(tmp_path, "run", MANY).close()
+
+    asyncio.run(main())
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        await Spool(tmp_path, "run", MANY).close()
+        with pytest.raises(ConfigError, match="belongs to run 'run', this is run 'other'"):
+            Spool(tmp_path, "other", MANY)
+        await Spool(tmp_path, "run", MANY).close()  # the failed attempt has let go of the lock
+
+    asyncio.run(main())
+
+
+def test_a_file_that_is_no_spool_is_named(tmp_path: Path) -> None:
+    (tmp_path / "spool.sqlite3").write_bytes(b"something else entirely" * 100)
+    with pytest.raises(ConfigError, match="spool.sqlite3: not a spool"):
+        Spool(tmp_path, "run", MANY)
+
+
+def test_a_failing_disk_reaches_the_caller(tmp_path: Path) -> None:
+    async def main() -> None:
+        spool = Spool(tmp_path, "run", MANY)
+        await spool.journal(make_trajectory())
+        with sqlite3.connect(tmp_path / "spool.sqlite3") as other:
+            other.execute("DROP TABLE spool")
+        with pytest.raises(ConfigError, match="cannot be written"):
+            await spool.journal(make_trajectory())
+        with pytest.raises(ConfigError, match="cannot be written"):
+            await spool.journal(make_trajectory())
+        await spool.close()
+
+    asyncio.run(main())
+
+
+_WRITER = """
+    import asyncio, importlib.util, sys
+    from pathlib import Path
+    from vagen.actor.spool import Spool
+
+    spec = importlib.util.spec_from_file_location("here", sys.argv[1])
+    here = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(here)
+
+    async def produce(spool, worker):
+        for index in range(10**6):
+            trajectory = here.make_trajectory(worker, num_tokens=500 + 1000 * worker)
+            entry = await spool.journal(trajectory)
+            print("journalled", entry.actor_seq, trajectory.trajectory_id, flush=True)
+            if index % 3 == 2:
+                print("releasing", entry.actor_seq, flush=True)
+                spool.release(entry.trajectory_id)
+
+    async def main():
+        spool = Spool(Path(sys.argv[2]), "run", 1 << 30)
+        await asyncio.gather(*(produce(spool, worker) for worker in range(4)))
+
+    asyncio.run(main())
+"""
+
+
+def test_nothing_that_was_journalled_is_lost_to_kill_9(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    told: dict[int, str] = {}
+    released: set[int] = set()
+    for _ in range(6):
+        command = [sys.executable, "-c", textwrap.dedent(_WRITER), __file__, str(tmp_path / "data")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            lines = [writer.stdout.readline() for _ in range(rng.randint(1, 60))]
+            writer.send_signal(signal.SIGKILL)
+            lines += writer.stdout.read().splitlines(keepends=True)
+            writer.wait(10)
+        for line in (line for line in lines if line.endswith("\n")):
+            kind, number, *rest = line.split()
+            if kind == "journalled":
+                assert int(number) not in told, "a sequence number was given twice"
+                told[int(number)] = rest[0]
+            else:
+                released.add(int(number))
+
+        async def check() -> None:
+            spool = Spool(tmp_path / "data", "run", MANY)
+            entries = {entry.actor_seq: entry for entry in spool.entries()}
+            assert told.keys() - released <= entries.keys()
+            assert spool.journalled >= max(told)
+            for number, entry in entries.items():
+                envelope, payload = await spool.load(number)
+                check_payload(decode_envelope(envelope), payload)
+                trajectory = decode_trajectory(payload)
+                assert trajectory.actor_seq == number
+                assert key_of(trajectory) == entry.trajectory_id
+                if number in told:
+                    assert trajectory.trajectory_id == told[number]
+                else:
+                    told[number] = trajectory.trajectory_id  # durable, and killed before it could say so
+            await spool.close()
+
+        asyncio.run(check())
+    assert len(told) > 50

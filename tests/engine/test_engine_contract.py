@@ -1,0 +1,264 @@
+"""What every engine must do, whoever made it: run against the local engine, or against one that the environment names.
+
+VAGEN_TEST_ENGINE_URL, VAGEN_TEST_ENGINE_MODEL (folder of `build_model`, whose weights the engine serves),
+VAGEN_TEST_ENGINE_KEY and VAGEN_TEST_ENGINE_ADMIN_KEY name a running engine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, Qwen2_5_VLForConditionalGeneration
+
+TOLERANCE = 2e-5
+LONG = 1500
+"""Tokens of a generation that is still running when weights arrive."""
+
+
+@pytest.fixture(scope="module")
+def engine(request, lab):
+    url = os.environ.get("VAGEN_TEST_ENGINE_URL")
+    if url is None:
+        start = request.getfixturevalue("start_engines")
+        return start(api_key=lab.api_key, admin_api_key=lab.admin_key, max_running=32)[0]
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        Path(os.environ["VAGEN_TEST_ENGINE_MODEL"]), dtype=torch.float32
+    )
+    return lab.handle(
+        url=url,
+        api_key=os.environ.get("VAGEN_TEST_ENGINE_KEY"),
+        admin_key=os.environ.get("VAGEN_TEST_ENGINE_ADMIN_KEY"),
+        reference=model.eval(),
+    )
+
+
+@pytest.fixture
+def publish(engine, publish_to):
+    """Publishes new weights in a mode, and makes them the reference."""
+    versions = iter(range(int(engine.version()) + 1 if engine.version().isdigit() else 1, 10**9))
+
+    def go(model, mode="retract"):
+        version = str(next(versions))
+        publish_to(engine, model, version, mode)
+        engine.reference = model
+        return version
+
+    return go
+
+
+def assert_close(reported, expected, tolerance=TOLERANCE):
+    difference = (torch.tensor(reported) - torch.tensor(expected)).abs().max().item()
+    assert difference < tolerance
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("num_images", [0, 1, 2])
+def test_logprobs_are_those_of_transformers(engine, lab, temperature, num_images):
+    images = [lab.png(7), lab.png(8, width=84, height=56)][:num_images]
+    ids = lab.image_prompt(30, 31) * num_images + [40, 41, 42]
+    answer = engine.generate(ids, images, max_new_tokens=20, temperature=temperature)
+    assert len(answer["output_ids"]) == 20
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    expected = lab.logprobs_of(
+        engine.reference, ids, images, answer["output_ids"], temperature=temperature, forbidden=engine.forbidden
+    )
+    assert_close(lab.reported(answer), expected)
+
+
+def test_greedy_takes_the_most_likely_token(engine, lab):
+    ids = lab.image_prompt(30)
+    answer = engine.generate(ids, [lab.png(1)], temperature=0.0, max_new_tokens=6)
+    with torch.no_grad():
+        logits = engine.reference(**lab.inputs(engine.reference, ids, [lab.png(1)], answer["output_ids"])).logits[0]
+    logits[:, list(engine.forbidden)] = -torch.inf
+    assert answer["output_ids"] == logits[-7:-1].argmax(-1).tolist()
+    assert_close(lab.reported(answer), lab.gather_logprobs(logits[-7:-1], answer["output_ids"], 1.0, ()))
+
+
+def test_answers_do_not_depend_on_what_else_runs(engine, lab):
+    prompts = []
+    for i in range(40):
+        images = [lab.png(100 + i, width=56 + 28 * (i % 3))] if i % 2 else []
+        ids = (lab.image_prompt() if images else []) + [50 + (i + j) % 40 for j in range(1 + 5 * (i % 7))]
+        prompts.append((ids, images, 3 + (i * 7) % 40))
+    futures = [engine.submit(ids, images, max_new_tokens=n) for ids, images, n in prompts]
+    for (ids, images, n), future in zip(prompts, futures, strict=True):
+        answer = future.result(60)
+        assert len(answer["output_ids"]) == n
+        expected = lab.logprobs_of(engine.reference, ids, images, answer["output_ids"], forbidden=engine.forbidden)
+        assert_close(lab.reported(answer), expected)
+
+
+def test_stop_token_ends_the_output_and_is_part_of_it(engine, lab):
+    stops = [token for token in range(lab.vocab) if token % 3 == 0]
+    answer = engine.generate([10, 11], max_new_tokens=200, ignore_eos=False, stop_token_ids=stops)
+    reason = answer["meta_info"]["finish_reason"]
+    assert reason["type"] == "stop" and reason["matched"] == answer["output_ids"][-1]
+    assert answer["output_ids"][-1] in {*stops, lab.eos}
+    assert not set(answer["output_ids"][:-1]) & {*stops, lab.eos}
+    assert len(lab.reported(answer)) == len(answer["output_ids"])
+
+
+def test_update_reaches_text_and_an_image_seen_before(engine, lab, publish):
+    ids, image = lab.image_prompt(30, 31), lab.png(3)
+    engine.generate(ids, [image])
+    for part in ("visual", "language_model"):
+        before = engine.reference
+        version = publish(engine.perturbed(0.1, only=part))
+        answer = engine.generate(ids, [image])
+        assert lab.spans(answer) == [(version, 0, 12)]
+        output = answer["output_ids"]
+        new, old = (
+            lab.logprobs_of(model, ids, [image], output, forbidden=engine.forbidden)
+            for model in (engine.reference, before)
+        )
+        assert max(abs(a - b) for a, b in zip(new, old, strict=True)) > 0.05
+        assert_close(lab.reported(answer), new)
+
+
+def test_retract_recomputes_the_cache_and_splits_versions(engine, lab, publish):
+    ids, image = lab.image_prompt(30), lab.png(4)
+    before, old = engine.reference, engine.version()
+    future = engine.submit(ids, [image], max_new_tokens=LONG)
+    engine.wait_running()
+    new = publish(engine.perturbed(), "retract")
+    answer = future.result(60)
+    spans = lab.spans(answer)
+    assert [version for version, _, _ in spans] == [old, new]
+    assert answer["meta_info"]["num_retractions"] == 1
+    cut, output, reported = spans[0][2], answer["output_ids"], lab.reported(answer)
+    assert_close(reported[:cut], lab.logprobs_of(before, ids, [image], output, forbidden=engine.forbidden)[:cut])
+    assert_close(
+        reported[cut:], lab.logprobs_of(engine.reference, ids, [image], output, forbidden=engine.forbidden)[cut:]
+    )
+
+
+def test_in_place_keeps_the_old_cache_and_splits_versions(engine, lab, publish):
+    ids = [10, 11, 12]
+    before, old = engine.reference, engine.version()
+    future = engine.submit(ids, max_new_tokens=LONG)
+    engine.wait_running()
+    new = publish(engine.perturbed(), "in_place")
+    answer = future.result(60)
+    spans = lab.spans(answer)
+    assert [version for version, _, _ in spans] == [old, new]
+    cut, output, reported = spans[0][2], answer["output_ids"], lab.reported(answer)
+    assert_close(reported[:cut], lab.logprobs_of(before, ids, [], output, forbidden=engine.forbidden)[:cut])
+    # The last token of the old weights enters the cache under the new ones.
+    row, kept = torch.tensor([[*ids, *output]]), len(ids) + cut - 1
+    cache = DynamicCache()
+    with torch.no_grad():
+        before(input_ids=row[:, :kept], cache=cache, use_cache=True)
+        logits = engine.reference(input_ids=row[:, kept:-1], cache=cache, use_cache=True).logits[0]
+    assert_close(reported[cut:], lab.gather_logprobs(logits, output[cut:], 1.0, engine.forbidden))
+    recomputed = lab.logprobs_of(engine.reference, ids, [], output, forbidden=engine.forbidden)
+    assert max(abs(a - b) for a, b in zip(reported[cut:], recomputed[cut:], strict=True)) > 100 * TOLERANCE
+
+
+def test_abort_pause_ends_running_requests_with_what_they_have(engine, lab, publish):
+    old = engine.version()
+    future = engine.submit([10, 11], max_new_tokens=LONG)
+    engine.wait_running()
+    new = publish(engine.perturbed(), "abort")
+    answer = future.result(60)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(answer["output_ids"]) < LONG
+    assert [version for version, _, _ in lab.spans(answer)] == [old]
+    assert lab.spans(engine.generate([10, 11]))[0][0] == new
+
+
+def test_requests_wait_while_paused(engine, lab):
+    engine.admin("/pause_generation", {"mode": "retract"})
+    future = engine.submit([10, 11])
+    names = ("vagen_engine_waiting_requests", "sglang:num_queue_reqs")
+    engine.wait_until(lambda: engine.metric(*names) >= 1 or future.done(), "one waiting")
+    assert not future.done()
+    engine.admin("/continue_generation", {})
+    assert len(future.result(30)["output_ids"]) == 12
+
+
+def test_abort_by_prefix_of_the_id(engine, lab):
+    futures = {rid: engine.submit([10, 11], max_new_tokens=LONG, rid=rid) for rid in ("a.1", "a.2", "b.1")}
+    engine.wait_running(3)
+    engine.call("/abort_request", {"rid": "a."}, key=engine.admin_key)
+    reasons = {rid: future.result(60)["meta_info"]["finish_reason"]["type"] for rid, future in futures.items()}
+    assert reasons == {"a.1": "abort", "a.2": "abort", "b.1": "length"}
+
+
+def test_begin_is_mandatory(engine):
+    body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "none"}
+    status, answer = engine.call("/update_weights_from_distributed", body, key=engine.admin_key)
+    assert status == 400, answer
+
+
+def test_checksum_covers_every_weight(engine, lab, publish):
+    first = engine.admin("/weights_checker", {"action": "checksum"})
+    again = engine.admin("/weights_checker", {"action": "checksum"})
+    publish(engine.perturbed(only="visual.blocks.1.attn.proj.bias"))
+    other = engine.admin("/weights_checker", {"action": "checksum"})
+    assert first["per_engine_checksum"] == again["per_engine_checksum"] != other["per_engine_checksum"]
+    names = set(first["ranks"][0]["checksums"])
+    changed = [n for n in names if first["ranks"][0]["checksums"][n] != other["ranks"][0]["checksums"][n]]
+    assert changed == ["visual.blocks.1.attn.proj.bias"]
+
+
+def test_keys(engine, lab):
+    if engine.api_key is None or engine.admin_key is None:
+        pytest.skip("this engine is open")
+    generation = {"input_ids": [10], "sampling_params": {"max_new_tokens": 1}}
+    for path, body, keys in (
+        ("/generate", generation, [None, "wrong"]),
+        ("/pause_generation", {"mode": "retract"}, [None, "wrong", engine.api_key]),
+        ("/weights_checker", {"action": "checksum"}, [None, engine.api_key]),
+        ("/begin_weight_update", {}, [None, engine.api_key]),
+    ):
+        for key in keys:
+            status, answer = engine.call(path, body, key=key)
+            assert status in (401, 403), (path, key, answer)
+    assert engine.call("/generate", generation, key=engine.api_key)[0] == 200
+    for path in ("/health", "/ready", "/metrics"):
+        assert engine.call(path)[0] == 200
+
+
+def test_info(engine):
+    status, info = engine.call("/server_info", key=engine.api_key)
+    assert status == 200 and isinstance(info, dict)
+    status, info = engine.call("/model_info", key=engine.api_key)
+    assert status == 200 and info["weight_version"] == engine.version()
+
+
+def test_weights_from_a_folder(engine, lab, tmp_path):
+    model = engine.perturbed(0.1)
+    model.save_pretrained(tmp_path / "saved")
+    version = str(int(engine.version()) + 1)
+    engine.admin("/update_weights_from_disk", {"model_path": str(tmp_path / "saved"), "weight_version": version})
+    engine.reference = model
+    ids, image = lab.image_prompt(30), lab.png(5)
+    answer = engine.generate(ids, [image])
+    assert lab.spans(answer) == [(version, 0, 12)]
+    expected = lab.logprobs_of(model, ids, [image], answer["output_ids"], forbidden=engine.forbidden)
+    assert_close(lab.reported(answer), expected)
+
+
+def test_many_updates_under_load(engine, lab, publish):
+    stop = threading.Event()
+    answers = []
+
+    def keep_asking(i):
+        while not stop.is_set():
+            answers.append(engine.generate([10 + i, 11], max_new_tokens=30))
+
+    workers = [engine.threads.submit(keep_asking, i) for i in range(6)]
+    models = {engine.version(): engine.reference}
+    for _ in range(5):
+        model = engine.perturbed(0.02)
+        models[publish(model)] = model
+    stop.set()
+    for worker in workers:
+        worker.result(60)
+    assert {version for answer in answers for version, _, _ in lab.spans(answer)} <= set(models)
+    assert all(len(answer["output_ids"]) == 30 for answer in answers)

@@ -1,0 +1,150 @@
+"""Small random transformers models with every parameter randomised, and packs of rows to run through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+
+from vagen.common.vision import Grid, ImageSpec, mrope_positions
+from vagen.learner.model import parallel
+from vagen.learner.model.batch import ImageBatch, PackedBatch
+
+IMAGE, VISION_START, VISION_END = 500, 502, 503
+SaveModel = Callable[..., tuple[Any, Path]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def single_process() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with parallel.parallel_session():
+        yield
+
+
+def _randomise(model: Any) -> Any:
+    """transformers starts biases at 0 and norms at 1, which would hide a wrong mapping."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.fixture
+def save_vl(tmp_path: Path) -> SaveModel:
+    """Qwen2.5-VL: returns (transformers model, its directory)."""
+
+    def build(*, tied: bool = False, windows: bool = True, name: str = "vl") -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        config = Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": 512,
+                "hidden_size": 64,
+                "intermediate_size": 160,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 512,
+                "rms_norm_eps": 1e-6,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "tie_word_embeddings": tied,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "patch_size": 14,
+                "window_size": 56,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [1] if windows else [0, 1],
+            },
+            image_token_id=IMAGE,
+            video_token_id=501,
+            vision_start_token_id=VISION_START,
+            vision_end_token_id=VISION_END,
+            tie_word_embeddings=tied,
+        )
+        model = _randomise(Qwen2_5_VLForConditionalGeneration(config))
+        directory = tmp_path / name
+        model.save_pretrained(directory)
+        ImageSpec().save(directory)
+        (directory / "chat_template.jinja").write_text("{{ messages }}")
+        return model, directory
+
+    return build
+
+
+@pytest.fixture
+def save_qwen2(tmp_path: Path) -> SaveModel:
+    """Qwen2 text model: returns (transformers model, its directory)."""
+
+    def build(*, tied: bool = False, **changes: Any) -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": tied,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        }
+        model = _randomise(Qwen2ForCausalLM(Qwen2Config(**options | changes)))
+        model.save_pretrained(tmp_path / "qwen2")
+        return model, tmp_path / "qwen2"
+
+    return build
+
+
+@pytest.fixture
+def vl_rows() -> list[tuple[list[int], list[Grid]]]:
+    """Rows (expanded token ids, grids) of unequal lengths, with no, one and two images."""
+    rng = np.random.default_rng(3)
+
+    def text(n: int) -> list[int]:
+        return [int(x) for x in rng.integers(5, 490, n)]
+
+    def image(grid: Grid) -> list[int]:
+        return [VISION_START, *[IMAGE] * (grid[0] * grid[1] * grid[2] // 4), VISION_END]
+
+    small, wide = (1, 4, 4), (1, 8, 12)
+    return [
+        (text(4) + image(small) + text(9), [small]),
+        (text(3) + image(wide) + text(5) + image(small) + text(30), [wide, small]),
+        (text(11), []),
+        (text(2) + image(small) + text(60), [small]),
+    ]
+
+
+@pytest.fixture
+def pack() -> Callable[..., PackedBatch]:
+    """Pack rows: the last `scored` tokens of each are scored; patches are random, one set for each image."""
+
+    def build(
+        rows: Sequence[tuple[Sequence[int], Sequence[Grid]]], *, scored: int = 6, patches: torch.Tensor | None = None
+    ) -> PackedBatch:
+        bounds = np.cumsum([0, *(len(ids) for ids, _ in rows)])
+        grids = [grid for _, row_grids in rows for grid in row_grids]
+        if patches is None:
+            generator = torch.Generator().manual_seed(11)
+            patches = torch.randn(sum(int(np.prod(g)) for g in grids), 1176, generator=generator)
+        positions = [mrope_positions(np.array(ids), row_grids, image_token_id=IMAGE) for ids, row_grids in rows]
+        return PackedBatch(
+            token_ids=torch.tensor([token for ids, _ in rows for token in ids]),
+            position_ids=torch.from_numpy(np.concatenate(positions, axis=1)),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+            score_positions=torch.cat([torch.arange(end - scored, end) for end in bounds[1:].tolist()]),
+            images=ImageBatch(patches=patches, grids=torch.tensor(grids)) if grids else None,
+        )
+
+    return build

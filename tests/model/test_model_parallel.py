@@ -1,0 +1,89 @@
+"""Two real gloo ranks, tensor-parallel and data-parallel, against one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vagen.common.errors import ConfigError
+from vagen.learner.model import parallel
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import PackedBatch
+from vagen.learner.model.checkpoint_io import load_checkpoint
+from vagen.learner.model.optimizer import AdamOptions, Trainer
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _worker() -> Any:
+    spec = importlib.util.spec_from_file_location("rank_worker", WORKER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol: float) -> None:
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=atol)
+
+
+def test_two_ranks_equal_one(save_vl: Any, vl_rows: Any, pack: Callable[..., PackedBatch], tmp_path: Path) -> None:
+    save_vl(tied=True)
+    batches = [pack(vl_rows[:2]), pack(vl_rows[2:])]
+    torch.save(batches, tmp_path / "batches.pt")
+    one = _worker().run(tmp_path, batches, parallel.topology())
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | {"OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    # A session of its own, so that a hang takes the ranks with it.
+    process = subprocess.Popen(
+        [*launcher, str(WORKER), str(tmp_path)], env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        _, errors = process.communicate(timeout=150)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors.decode()[-4000:]
+
+    for layout in ("2-1", "1-2"):
+        two = torch.load(tmp_path / f"result-{layout}.pt", weights_only=False)
+        _assert_close(two["loaded"], one["loaded"], atol=0.0)
+        for got, want in zip(two["outputs"], one["outputs"], strict=True):
+            for x, y in zip(got, want, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=5e-6)
+        assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        for name in ("trained", "engine", "resumed_trained"):
+            _assert_close(two[name], one[name], atol=2e-5)
+        # The checkpoint of one process, loaded by two.
+        _assert_close(two["resumed"], one["trained"], atol=0.0)
+        assert two["resumed_norms"] == pytest.approx(one["resumed_norms"], rel=1e-4)
+        # And the other way round.
+        model = VisionLanguageActorCritic.load_hf(tmp_path / "vl")
+        load_checkpoint(tmp_path / f"own-{layout}", model, Trainer(model, AdamOptions()))
+        _assert_close(model.export_hf_state(), two["trained"], atol=0.0)
+        saved = load_file(tmp_path / f"saved-{layout}" / "model.safetensors")
+        _assert_close(saved, _disk_names(two["resumed_trained"]), atol=0.0)
+
+
+def _disk_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    renamed = {k.replace(".language_model", "").replace("model.visual", "visual"): v for k, v in state.items()}
+    del renamed["lm_head.weight"]
+    return renamed
+
+
+def test_worlds_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size must divide the 1 processes, got 2"):
+        parallel.init(tensor_parallel_size=2)

@@ -1,0 +1,238 @@
+"""The learner's forward and backward against transformers' own models, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vagen.common.errors import TrajectoryError
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
+from vagen.learner.model.gpt import ModelOptions
+
+IMAGE = 500
+FORBIDDEN = torch.tensor([500, 501, 502])
+Pack = Callable[..., PackedBatch]
+
+
+def _reference(
+    hf: Any, batch: PackedBatch, value: torch.nn.Linear, *, temperature: float = 1.0, forbidden: bool = False
+) -> TokenOutputs:
+    """Each row alone through transformers, with its own position logic."""
+    logprobs, entropies, values, first_patch, first_image = [], [], [], 0, 0
+    bounds = batch.cu_seqlens.tolist()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        ids = batch.token_ids[None, start:end]
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        needed = 4 * int((ids == IMAGE).sum())
+        if needed:
+            assert batch.images is not None
+            last = first_image
+            while int(batch.images.grids[first_image : last + 1].prod(-1).sum()) <= needed:
+                last += 1
+                if last == len(batch.images.grids):
+                    break
+            inputs |= {
+                "pixel_values": batch.images.patches[first_patch : first_patch + needed],
+                "image_grid_thw": batch.images.grids[first_image:last],
+                "mm_token_type_ids": (ids == IMAGE).int(),
+            }
+            first_patch, first_image = first_patch + needed, last
+        out = hf(**inputs, output_hidden_states=True)
+        mine = batch.score_positions[(batch.score_positions >= start) & (batch.score_positions < end)] - start
+        logits = out.logits[0, mine - 1] / temperature
+        targets = ids[0, mine]
+        if forbidden:
+            logits = logits.index_fill(1, FORBIDDEN, -1e30)
+        log_p = F.log_softmax(logits.float(), -1)
+        logprobs.append(log_p.gather(1, targets[:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+        values.append(value(out.hidden_states[-1][0, mine - 1])[:, 0])
+    return TokenOutputs(logprobs=torch.cat(logprobs), entropy=torch.cat(entropies), values=torch.cat(values))
+
+
+def _load(directory: Any) -> VisionLanguageActorCritic:
+    model = VisionLanguageActorCritic.load_hf(directory)
+    torch.manual_seed(9)
+    torch.nn.init.normal_(model.value_head.weight, std=0.1)
+    torch.nn.init.normal_(model.value_head.bias)
+    return model
+
+
+def _assert_same(got: TokenOutputs, want: TokenOutputs, atol: float = 3e-6) -> None:
+    for field in ("logprobs", "entropy", "values"):
+        torch.testing.assert_close(getattr(got, field), getattr(want, field), rtol=1e-5, atol=atol)
+
+
+def _gradients(model: VisionLanguageActorCritic) -> dict[str, torch.Tensor]:
+    """Gradients under HF names: the mapping is linear, so it maps gradients as it maps weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    return model.export_hf_state()
+
+
+def _loss(out: TokenOutputs) -> torch.Tensor:
+    weights = torch.randn(3, len(out.logprobs), generator=torch.Generator().manual_seed(1))
+    return (weights[0] * out.logprobs + weights[1] * out.entropy + weights[2] * out.values).sum()
+
+
+@pytest.mark.parametrize("windows", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_vision_language_outputs_and_gradients(
+    save_vl: Any, vl_rows: Any, pack: Pack, tied: bool, windows: bool
+) -> None:
+    hf, directory = save_vl(tied=tied, windows=windows)
+    model, batch = _load(directory), pack(vl_rows)
+    got = model(batch, temperature=0.8, forbidden_token_ids=FORBIDDEN)
+    want = _reference(hf, batch, model.value_head, temperature=0.8, forbidden=True)
+    _assert_same(got, want)
+    _loss(want).backward()
+    value_gradient = model.value_head.weight.grad
+    assert value_gradient is not None
+    value_gradient = value_gradient.clone()
+    model.zero_grad()
+    _loss(got).backward()
+    torch.testing.assert_close(model.value_head.weight.grad, value_gradient, rtol=1e-4, atol=1e-5)
+    gradients = _gradients(model)
+    for name, parameter in hf.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+        atol = 2e-5 * float(parameter.grad.abs().max())
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=atol)
+
+
+def test_text_outputs_and_gradients(save_qwen2: Any, pack: Pack) -> None:
+    hf, directory = save_qwen2()
+    model = _load(directory)
+    batch = pack([(list(range(3, 30)), []), (list(range(100, 109)), []), (list(range(50, 99)), [])])
+    got, want = model(batch), _reference(hf, batch, model.value_head)
+    _assert_same(got, want)
+    _loss(got).backward()
+    _loss(want).backward()
+    gradients = _gradients(model)
+    for name, parameter in hf.named_parameters():
+        assert parameter.grad is not None
+        atol = 2e-5 * float(parameter.grad.abs().max())
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=atol)
+
+
+def test_text_and_images_in_one_pack_equal_rows_alone(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
+    _, directory = save_vl()
+    model, batch = _load(directory), pack(vl_rows)
+    assert batch.images is not None
+    together = model(batch)
+    first = 0
+    for i, (ids, grids) in enumerate(vl_rows):
+        count = 4 * ids.count(IMAGE)
+        alone = model(pack([(ids, grids)], patches=batch.images.patches[first : first + count]))
+        first += count
+        part = slice(6 * i, 6 * i + 6)
+        _assert_same(
+            TokenOutputs(
+                logprobs=together.logprobs[part], entropy=together.entropy[part], values=together.values[part]
+            ),
+            alone,
+        )
+
+
+def test_recomputation_changes_nothing(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
+    _, directory = save_vl()
+    batch, results = pack(vl_rows), []
+    for recompute in (False, True):
+        model = VisionLanguageActorCritic.load_hf(directory, ModelOptions(recompute=recompute)).train()
+        out = model(batch)
+        _loss(out).backward()
+        results.append((out, _gradients(model)))
+    _assert_same(results[0][0], results[1][0], atol=0.0)
+    for name, gradient in results[0][1].items():
+        assert torch.equal(gradient, results[1][1][name]), name
+
+
+def test_negative_controls(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
+    """What the parity tests would not notice if inputs did not matter."""
+    hf, directory = save_vl()
+    model, batch = _load(directory), pack(vl_rows)
+    want = _reference(hf, batch, model.value_head)
+    lengths = batch.cu_seqlens.diff().tolist()
+    flat = torch.cat([torch.arange(n) for n in lengths]).expand(3, -1)
+    assert (model(replace(batch, position_ids=flat)).logprobs - want.logprobs).abs().max() > 1e-2
+    one_row = replace(batch, cu_seqlens=batch.cu_seqlens[[0, -1]])
+    assert (model(one_row).logprobs - want.logprobs).abs().max() > 1e-2
+    assert batch.images is not None
+    other = replace(batch, images=replace(batch.images, patches=batch.images.patches.flip(0)))
+    assert (model(other).logprobs - want.logprobs).abs().max() > 1e-2
+    layer = model.language_model.decoder.layers[0].self_attention.linear_qkv
+    parts = [hf.state_dict()[f"model.language_model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]
+    with torch.no_grad():
+        layer.weight.copy_(torch.cat(parts))
+    assert (model(batch).logprobs - want.logprobs).abs().max() > 1e-2
+
+
+def test_an_image_used_twice_is_encoded_once(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
+    _, directory = save_vl()
+    model = _load(directory)
+    single = pack([vl_rows[1], vl_rows[0]])
+    assert single.images is not None
+    wide, small = single.images.patches.split([96, 32])
+    twice = replace(single, images=replace(single.images, patches=torch.cat([wide, small[:16], small[:16]])))
+    assert twice.images is not None
+    shared = replace(
+        single,
+        images=ImageBatch(
+            patches=torch.cat([small[:16], wide]),
+            grids=torch.tensor([[1, 4, 4], [1, 8, 12]]),
+            index=torch.tensor([1, 0, 0]),
+        ),
+    )
+    a, b = model(twice), model(shared)
+    _assert_same(a, b, atol=1e-6)
+    assert model.visual is not None
+    ga = torch.autograd.grad(_loss(a), list(model.visual.parameters()))
+    gb = torch.autograd.grad(_loss(b), list(model.visual.parameters()))
+    for x, y in zip(ga, gb, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5 * float(y.abs().max()))
+
+
+def test_detached_value_leaves_the_trunk_alone(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
+    _, directory = save_vl()
+    model = _load(directory)
+    model(pack(vl_rows), detach_value=True).values.sum().backward()
+    touched = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert touched == {"value_head.weight", "value_head.bias"}
+    model(pack(vl_rows)).values.sum().backward()
+    assert model.language_model.embedding.word_embeddings.weight.grad is not None
+
+
+def test_frozen_vision_gets_no_gradient(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
+    _, directory = save_vl()
+    model = VisionLanguageActorCritic.load_hf(directory, ModelOptions(freeze_vision=True))
+    _loss(model(pack(vl_rows))).backward()
+    assert model.visual is not None and all(p.grad is None for p in model.visual.parameters())
+
+
+def test_contradicting_batches_are_refused(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
+    _, directory = save_vl()
+    model, batch = _load(directory), pack(vl_rows)
+    assert batch.images is not None
+    bad: dict[str, PackedBatch] = {
+        "token_ids": replace(batch, token_ids=batch.token_ids[None]),
+        "position_ids": replace(batch, position_ids=batch.position_ids[:, :-1]),
+        "cu_seqlens": replace(batch, cu_seqlens=batch.cu_seqlens[:-1]),
+        "score_positions": replace(batch, score_positions=batch.cu_seqlens[:-1].long()),
+        "images": replace(batch, images=None),
+        "images.index": replace(batch, images=replace(batch.images, index=torch.tensor([0, 1, 2, 9]))),
+    }
+    for field, broken in bad.items():
+        with pytest.raises(TrajectoryError, match=f"^{field}:"):
+            model(broken)
+    too_few = replace(batch.images, index=torch.tensor([0, 1, 2]))
+    with pytest.raises(TrajectoryError, match="image placeholders"):
+        model(replace(batch, images=too_few))
+    with pytest.raises(TrajectoryError, match="can never sample"):
+        model(batch, forbidden_token_ids=batch.token_ids[-1:])

@@ -1,0 +1,170 @@
+"""Loading, exporting and saving weights: exact round trips, names, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
+
+from vagen.common.errors import CheckpointError, ConfigError
+from vagen.common.vision import ImageSpec
+from vagen.learner.config import ModelConfig
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.tiny import save_tiny_model
+
+
+def _assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(state) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip_is_exact(save_vl: Any, save_qwen2: Any, tied: bool) -> None:
+    for save in (save_vl, save_qwen2):
+        hf, directory = save(tied=tied)
+        _assert_equal(VisionLanguageActorCritic.load_hf(directory).export_hf_state(), hf.state_dict())
+
+
+def test_both_name_styles_and_sharded_files_load(save_vl: Any) -> None:
+    hf, directory = save_vl()
+    state = {name: tensor.contiguous() for name, tensor in hf.state_dict().items()}
+    save_file(state, directory / "model.safetensors")
+    _assert_equal(VisionLanguageActorCritic.load_hf(directory).export_hf_state(), hf.state_dict())
+    (directory / "model.safetensors").unlink()
+    names = sorted(state)
+    files = {"a.safetensors": names[:20], "b.safetensors": names[20:]}
+    for file, part in files.items():
+        save_file({name: state[name] for name in part}, directory / file)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    _assert_equal(VisionLanguageActorCritic.load_hf(directory).export_hf_state(), hf.state_dict())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_engine_names(save_vl: Any, tied: bool) -> None:
+    hf, directory = save_vl(tied=tied)
+    model = VisionLanguageActorCritic.load_hf(directory)
+    named = model.engine_named_tensors()
+    # What SGLang lists for this model: transformers' parameters under the hub's names, a tied head not repeated.
+    expected = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): p
+        for name, p in hf.named_parameters()
+    }
+    names = [name for name, _ in named]
+    assert sorted(names) == sorted(expected)
+    assert names == sorted(names, key=lambda name: ("visual", "model", "lm_head").index(name.split(".")[0]))
+    assert names == [name for name, _ in model.engine_named_tensors()]
+    for name, tensor in named:
+        assert torch.equal(tensor, expected[name]) and tensor.is_contiguous()
+    assert ("lm_head.weight" in dict(named)) is not tied
+    assert "lm_head.weight" in dict(model.engine_named_tensors(include_tied_head=True))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(tensor.any() for _, tensor in named), "an exported tensor shares memory with the model"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_directory_is_complete(save_vl: Any, tmp_path: Path, tied: bool) -> None:
+    hf, directory = save_vl(tied=tied)
+    model = VisionLanguageActorCritic.load_hf(directory)
+    assert not model.value_head.weight.any()
+    torch.nn.init.normal_(model.value_head.weight)
+    model.save_hf(tmp_path / "saved")
+    _assert_equal(Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "saved").state_dict(), hf.state_dict())
+    again = VisionLanguageActorCritic.load_hf(tmp_path / "saved")
+    _assert_equal(again.export_hf_state(), hf.state_dict())
+    assert torch.equal(again.value_head.weight, model.value_head.weight)
+    assert ImageSpec.load(tmp_path / "saved") == ImageSpec()
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text() == "{{ messages }}"
+    with pytest.raises(CheckpointError, match="already exists"):
+        model.save_hf(tmp_path / "saved")
+
+
+def test_text_model_saves_what_transformers_loads(save_qwen2: Any, tmp_path: Path) -> None:
+    hf, directory = save_qwen2(tied=True)
+    VisionLanguageActorCritic.load_hf(directory).save_hf(tmp_path / "saved")
+    _assert_equal(Qwen2ForCausalLM.from_pretrained(tmp_path / "saved").state_dict(), hf.state_dict())
+
+
+def test_weights_that_do_not_fit_are_refused(save_vl: Any) -> None:
+    _, directory = save_vl()
+    state = load_file(directory / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({k: v for k, v in state.items() if k != name}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj"):
+        VisionLanguageActorCritic.load_hf(directory)
+    save_file(state | {"model.norm.weight": torch.ones(3)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"norm\.weight: \[3\]"):
+        VisionLanguageActorCritic.load_hf(directory)
+    save_file(state | {"visual.merger.ln_q.weight": torch.ones(3)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"merger\.ln_q"):
+        VisionLanguageActorCritic.load_hf(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: no such file"):
+        VisionLanguageActorCritic.load_hf(directory)
+
+
+def test_unsupported_models_are_refused(save_qwen2: Any, tmp_path: Path) -> None:
+    _, directory = save_qwen2()
+    config = json.loads((directory / "config.json").read_text())
+    for change, message in (
+        ({"model_type": "gpt2"}, "gpt2.*supported: qwen2, qwen2_5_vl"),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
+            "sliding-window",
+        ),
+        ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}}, "rope_type"),
+    ):
+        (directory / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ConfigError, match=message):
+            VisionLanguageActorCritic.load_hf(directory)
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
+        VisionLanguageActorCritic.load_hf(tmp_path / "nothing")
+
+
+def _tokenizer(special: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        ["Move to the goal."],
+        trainers.BpeTrainer(vocab_size=261, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return tokenizer
+
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+
+
+def test_tiny_model(tmp_path: Path) -> None:
+    tokenizer = _tokenizer([*SPECIAL, "<|video_pad|>"])
+    directory = save_tiny_model(ModelConfig(vocab_multiple=384), tokenizer, tmp_path / "tiny")
+    model = VisionLanguageActorCritic.load_hf(directory)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(0.70e6, rel=0.01)
+    assert model.hf_config.image_token_id == tokenizer.token_to_id("<|image_pad|>")
+    assert model.hf_config.text_config.vocab_size == 384
+    assert model.hf_config.text_config.rope_parameters["mrope_section"] == [4, 6, 6]
+    loaded = AutoTokenizer.from_pretrained(directory)
+    assert loaded("goal")["input_ids"] == tokenizer.encode("goal").ids
+    assert loaded.eos_token == "<|im_end|>"
+    assert ImageSpec.load(directory).max_pixels == 28 * 28 * 64
+    save_tiny_model(ModelConfig(vocab_multiple=384), tokenizer, tmp_path / "same")
+    _assert_equal(load_file(tmp_path / "same/model.safetensors"), load_file(directory / "model.safetensors"))
+    save_tiny_model(ModelConfig(vocab_multiple=384), tokenizer, tmp_path / "other", seed=1)
+    other = load_file(tmp_path / "other/model.safetensors")
+    assert not torch.equal(other["model.embed_tokens.weight"], model.export_hf_state()["lm_head.weight"])
+    with pytest.raises(ConfigError, match="video_pad"):
+        save_tiny_model(ModelConfig(), _tokenizer(SPECIAL), tmp_path / "bad")
+    with pytest.raises(ConfigError, match="num_kv_heads"):
+        ModelConfig(num_heads=4, num_kv_heads=3)

@@ -1,0 +1,79 @@
+"""Every wrong setting is one line with path, value and bound, and nothing is started for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vagen.common.config import read_recipe
+from vagen.common.errors import ConfigError
+from vagen.tools.recipe import validate_recipe
+
+VAGEN = Path(sys.executable).with_name("vagen")
+
+ERRORS = [
+    ("learner.batch_size=0", "$.learner.batch_size: expected int >= 1, got 0"),
+    ("learner.batch_size=many", '$.learner.batch_size: expected int, got "many"'),
+    ("learner.batchsize=96", "$.learner.batchsize: unknown key"),
+    ("learner.optimizer.lr=-1", "$.learner.optimizer.lr: expected float > 0.0, got -1"),
+    ("learner.advantage.rho_bar=0", "$.learner.advantage.rho_bar: expected float > 0, got 0"),
+    ("learner.advantage.name=magic", "$.learner.advantage.name: unknown estimator 'magic'"),
+    ("learner.advantage.name=trajectory_grpo", "$.actor.group_size: expected int >= 2 for the estimator"),
+    ("actor.sampling.top_p=0.95", "$.actor.sampling.top_p: expected 1.0 (truncated sampling"),
+    ("actor.concurrency=0", "$.actor.concurrency: expected int >= 1, got 0"),
+    ("actor.group_size=5", "$.learner.batch_size: expected a multiple of actor.group_size (5)"),
+    ("actor.max_context=4096", "$.actor.max_context: expected int <= engine.max_context (128), got 4096"),
+    ("engine.max_new_tokens_limit=8", "$.actor.max_new_tokens: expected int <= engine.max_new_tokens_limit (8)"),
+    ("engine.max_context=100000", "$.engine.max_context: expected int <= model.max_position_embeddings (4096)"),
+    ("buffer.capacity_bytes=10000000", "$.buffer.capacity_bytes: expected int >= 81788928 = (checkpoint_every +"),
+    ("buffer.fsync=sometimes", "$.buffer.fsync: "),
+    ("env.name=frozen_pond", '$.env.name: expected one of frozen_lake, got "frozen_pond"'),
+    ("env.config.size=1", "env.config.size: expected int >= 2, got 1"),
+    ("env.config.sise=4", "sise: unknown key"),
+    ("harness.name=chat", "$.harness.name: "),
+    ("model.hidden_size=130", "$.model.hidden_size: expected a multiple of 2 * num_heads (8), got 130"),
+    ("sft.turns=10", "$.sft.turns: expected int >= sft.batch_rows (64), got 10"),
+    ("demo.levels=0", "$.demo.levels: expected int >= 1, got 0"),
+    ("demo.restart_grace_s=0", "$.demo.restart_grace_s: expected seconds > 0, got 0"),
+    ("demo.min_success_after=1.5", "$.demo.min_success_after: expected number in [0, 1], got 1.5"),
+    ("run.name=a b", '$.run.name: expected 1-64 of A-Za-z0-9._-, got "a b"'),
+    ("learn.batch_size=1", "$.learn: unknown section; known are run, model,"),
+]
+
+
+def test_the_shipped_recipe_is_valid():
+    recipe = validate_recipe(read_recipe("frozenlake"))
+    assert recipe.env.name == "frozen_lake"
+
+
+@pytest.mark.parametrize(("override", "message"), ERRORS, ids=[override for override, _ in ERRORS])
+def test_error_names_path_value_and_bound(override, message):
+    with pytest.raises(ConfigError) as caught:
+        validate_recipe(read_recipe("frozenlake", [override]))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_capacity_bound_is_exact():
+    needed = validate_recipe(read_recipe("frozenlake")).learner.required_capacity_bytes
+    validate_recipe(read_recipe("frozenlake", [f"buffer.capacity_bytes={needed}"]))
+    with pytest.raises(ConfigError):
+        validate_recipe(read_recipe("frozenlake", [f"buffer.capacity_bytes={needed - 1}"]))
+
+
+@pytest.mark.parametrize("command", [["config", "check", "frozenlake"], ["demo", "--run-dir", "run", "--no-screen"]])
+def test_a_user_sees_one_line_and_exit_code_2_and_nothing_starts(command, tmp_path):
+    done = subprocess.run(
+        [VAGEN, *command, "--set", "learner.batch_size=0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: $.learner.batch_size: expected int >= 1, got 0\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,90 @@
+"""The command `vagen` as a person calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+VAGEN = Path(sys.executable).with_name("vagen")
+
+
+def vagen(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([VAGEN, *words], capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["demo"], ["eval"], ["sft"], ["report"], ["bench"], ["buffer", "audit"], ["config", "check"]]
+)
+def test_help_answers_at_once(words):
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = vagen(*words, "--help")
+        seconds.append(time.monotonic() - started)
+        assert done.returncode == 0 and "Usage: vagen" in done.stdout
+    assert min(seconds) < 1.0
+
+
+def test_help_has_examples():
+    assert "vagen demo --seed 2" in vagen("--help").stdout
+    assert "--resume" in vagen("demo", "--help").stdout
+
+
+def test_report_prints_the_path(make_run):
+    root = make_run()
+    done = vagen("report", root)
+    assert done.returncode == 0
+    assert done.stdout.strip() == str(root / "report.html")
+
+
+def test_report_of_a_folder_that_is_none(tmp_path):
+    done = vagen("report", tmp_path / "nothing")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_bench_lists_and_measures(make_run):
+    assert "pipeline" in vagen("bench").stdout
+    root = make_run()
+    done = vagen("bench", "pipeline", "--json", "--option", f"run_dir={root}")
+    assert done.returncode == 0
+    result = json.loads(done.stdout)
+    assert set(result) == {"figures", "machine", "command"}
+    figures = result["figures"]
+    assert all(set(figure) == {"value", "unit"} for figure in figures.values())
+    # 29 steps of 96 episodes and 3000 tokens in 116 s; 6000 generated tokens every 2 s.
+    assert figures["trajectories_per_s"]["value"] == pytest.approx(24)
+    assert figures["trained_tokens_per_s"]["value"] == pytest.approx(750)
+    assert figures["generated_tokens_per_s"]["value"] == pytest.approx(3000)
+    assert figures["learner_waited_share"]["value"] == pytest.approx(0.25)
+    assert figures["engine_waited_share"]["value"] == pytest.approx(0.2)
+    assert figures["actor_waited_share"]["value"] == pytest.approx(20 / 128)
+    assert {"cpu", "cores", "memory_gib", "python", "torch"} <= set(result["machine"])
+    assert result["command"].startswith("vagen bench pipeline --json")
+    assert "trajectories/s" in vagen("bench", "pipeline", "--option", f"run_dir={root}").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "nothing"], "error: bench nothing: unknown; known are pipeline"),
+        (["bench", "pipeline", "--option", "x"], "error: --option x: expected key=value"),
+        (["bench", "pipeline", "--option", "x=1"], "error: --option x: unknown; known are"),
+        (["config", "check", "no-such-recipe"], "error: no-such-recipe: no such file, and no recipe of that name"),
+    ],
+)
+def test_wrong_words_are_one_line(words, message):
+    done = vagen(*words)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_doctor_speaks_of_everything():
+    text = vagen("doctor").stdout
+    for part in ("python", "torch", "valkey", "cores", "loopback"):
+        assert part in text

@@ -1,0 +1,268 @@
+"""The command `vagen`. Parses and reports; what it runs is imported inside the commands.
+
+An error of a user is one line on stderr that begins with `error:`, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vagen.buffer.cli import audit as buffer_audit
+
+if TYPE_CHECKING:
+    from vagen.learner.sft import SFTProgress
+
+logger = logging.getLogger(__name__)
+
+_SFT_LOG_EVERY = 25
+
+app = typer.Typer(
+    name="vagen",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="""Train vision-language agents asynchronously.
+
+    Examples:
+
+      vagen demo                                      learn FrozenLake on this machine, from nothing to a report
+
+      vagen demo --seed 2 --set learner.max_staleness=8
+
+      vagen eval --engine http://127.0.0.1:30000 --model runs/demo-seed0/model --config frozenlake
+
+      vagen report runs/demo-seed0
+
+      vagen config check my.yaml --set learner.batch_size=48
+    """,
+)
+buffer_app = typer.Typer(no_args_is_help=True, help="Look into a running buffer.")
+config_app = typer.Typer(no_args_is_help=True, help="Work with recipes.")
+app.add_typer(buffer_app, name="buffer")
+app.add_typer(config_app, name="config")
+buffer_app.command("audit")(buffer_audit)
+
+Config = Annotated[str, typer.Option("--config", metavar="RECIPE", help="A yaml file, or the name of a shipped one.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
+]
+
+
+@app.command()
+def demo(
+    config: Config = "frozenlake",
+    seed: Annotated[int, typer.Option(help="Of weights, scripts, levels and samples.")] = 0,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/demo-seedN by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of that folder.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run of that folder first.")] = False,
+    overrides: Overrides = None,
+    no_screen: Annotated[bool, typer.Option("--no-screen", help="Log lines instead of the live screen.")] = False,
+) -> None:
+    """Warm up a small model, train it with all processes running, and write a report.
+
+    Examples:
+
+      vagen demo --seed 1
+
+      vagen demo --seed 1 --resume
+
+      vagen demo --fresh --set learner.total_steps=5 --set demo.levels=100 --no-screen
+
+    Exit codes: 0 both targets met, 1 a process was lost, 2 a wrong setting, 3 a target missed, 130 interrupted.
+    """
+    with user_errors():
+        import sys
+
+        from rich.console import Console
+
+        from vagen.common.logging import setup_logging
+        from vagen.tools.demo import DemoOptions, prepare, run_demo
+        from vagen.tools.screen import LiveView, LogView, View
+
+        options = DemoOptions(
+            config=config, seed=seed, run_dir=run_dir, resume=resume, fresh=fresh, overrides=overrides or ()
+        )
+        with prepare(options) as prepared:
+            is_screen = sys.stdout.isatty() and not no_screen
+            setup_logging("WARNING" if is_screen else prepared.recipe.run.log_level)
+            view: View = LiveView(Console()) if is_screen else LogView()
+            code = run_demo(prepared, view)
+    raise typer.Exit(code)
+
+
+@app.command("eval")
+def evaluate(
+    engine: Annotated[str, typer.Option(metavar="URL", help="An engine that serves.")],
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Model folder; its tokenizer and template are used.")],
+    config: Config,
+    levels: Annotated[int, typer.Option(help="Held-out levels to play.")] = 1000,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Most likely tokens instead of samples.")] = False,
+    transcripts: Annotated[int, typer.Option(metavar="N", help="Keep the first N episodes with pictures.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Play held-out levels against a running engine and print the success rate with its 95 % interval.
+
+    Example:
+
+      vagen eval --engine http://127.0.0.1:30000 --model runs/demo-seed0/model --config frozenlake --levels 200
+    """
+    with user_errors():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
+        from vagen.common.config import RunConfig, read_recipe, section
+        from vagen.common.logging import setup_logging
+        from vagen.tools.evaluate import EvaluationPlan
+        from vagen.tools.evaluate import evaluate as play
+        from vagen.tools.runs import write_json
+
+        raw = read_recipe(config, overrides or ())
+        setup_logging(section(raw, "run", RunConfig).log_level)
+        plan = EvaluationPlan(
+            engine_url=engine,
+            model_dir=model,
+            env=section(raw, "env", EnvSection),
+            harness=section(raw, "harness", HarnessConfig),
+            actor=section(raw, "actor", ActorConfig),
+            levels=levels,
+            greedy=greedy,
+            transcripts=transcripts,
+        )
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("levels", total=levels)
+            result = play(
+                plan,
+                lambda played, solved: bar.update(task, completed=played, description=f"success {solved / played:.3f}"),
+            )
+        if out is not None:
+            write_json(out, result)
+    low, high = result.interval
+    typer.echo(
+        f"success {result.success:.3f} [{low:.3f}, {high:.3f}] on {result.levels} held-out levels, "
+        f"{result.turns_mean:.2f} turns, format {result.format_rate:.3f}, "
+        f"policy versions {result.policy_versions[0]}-{result.policy_versions[1]}, {result.seconds:.1f} s"
+    )
+
+
+@app.command()
+def sft(
+    config: Config,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Model folder to write.")],
+    overrides: Overrides = None,
+) -> None:
+    """Make the small model of a recipe and warm it up on scripted episodes.
+
+    Example:
+
+      vagen sft --config frozenlake --out runs/warm/model --set sft.steps=100
+    """
+    with user_errors():
+        from vagen.common.config import RunConfig, read_recipe, section
+        from vagen.common.logging import setup_logging
+        from vagen.tools.sft import run_sft
+
+        raw = read_recipe(config, overrides or ())
+        setup_logging(section(raw, "run", RunConfig).log_level)
+        stats = run_sft(raw, out, _log_sft_step)
+    typer.echo(", ".join(f"{name} {value:.6g}" for name, value in stats.items()))
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")]) -> None:
+    """Write report.html of a run, finished or not.
+
+    Example:
+
+      vagen report runs/demo-seed0
+    """
+    with user_errors():
+        from vagen.tools.report import write_report
+
+        path = write_report(run_dir)
+    typer.echo(path)
+
+
+@app.command()
+def bench(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="None lists them.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    options: Annotated[
+        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Of the benchmark; repeatable.")
+    ] = None,
+) -> None:
+    """Measure one part of the system on this machine.
+
+    Examples:
+
+      vagen bench
+
+      vagen bench pipeline --json --option run_dir=runs/demo-seed0
+    """
+    with user_errors():
+        from vagen.tools.bench import describe, run_benchmark
+
+        typer.echo(describe() if name is None else run_benchmark(name, options or (), as_json=as_json))
+
+
+@config_app.command("check")
+def config_check(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A yaml file, or the name of a shipped one.")],
+    overrides: Overrides = None,
+) -> None:
+    """Validate all sections of a recipe and what must hold between them.
+
+    Example:
+
+      vagen config check frozenlake --set learner.batch_size=48
+    """
+    with user_errors():
+        from vagen.common.config import read_recipe
+        from vagen.tools.recipe import validate_recipe
+
+        validate_recipe(read_recipe(recipe, overrides or ()))
+    typer.echo(f"{recipe}: valid")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine offers, and what is missing; exit code 1 when something needed is."""
+    from vagen.tools.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        typer.echo(f"{'ok ' if finding.ok else 'NO '} {finding.name:<12} {finding.text}")
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def _log_sft_step(progress: SFTProgress) -> None:
+    if (progress.step + 1) % _SFT_LOG_EVERY == 0:
+        logger.info("step %d: loss %.4f, value loss %.4f", progress.step + 1, progress.loss, progress.value_loss)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Show what we raise on purpose as one line; anything else keeps its traceback."""
+    from vagen.common.errors import ConfigError, VagenError
+
+    try:
+        yield
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except VagenError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    app()
