@@ -11,11 +11,12 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import aiohttp
+import msgspec
 import xxhash
 
 from vagen.actor.rendering import ChatRenderer, Prompt
@@ -33,6 +34,7 @@ _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _MAX_ABORTS_WITHOUT_PROGRESS = 8
 _SIDE_CALL_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 _RESTART_SENSITIVE = ("random_seed", "nccl_port", "port")
 """Server arguments that SGLang draws anew at each start; it announces no incarnation of its own."""
 
@@ -62,6 +64,32 @@ class EngineClient(Protocol):
     ) -> Generation:
         """Sample one response. Raises an `EngineError`; a failed call leaves no tokens behind."""
         ...
+
+
+class _Span(msgspec.Struct):
+    version: str | int
+    start: int
+    end: int
+
+
+class _FinishReason(msgspec.Struct):
+    type: Literal["stop", "length", "abort"]
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _FinishReason
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    weight_versions: list[_Span] = []
+
+
+class _Answer(msgspec.Struct):
+    """The part of an answer of `/generate` that is read."""
+
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+A = TypeVar("A")
 
 
 @dataclass(slots=True)
@@ -106,7 +134,8 @@ class HttpEngineClient:
 
     async def refresh(self) -> EngineIdentity:
         """Read the engine's identity again; its incarnation changes when it was restarted."""
-        info = await self._call("GET", "/server_info", None, _SIDE_CALL_TIMEOUT_S)
+        body = await self._call("GET", "/server_info", None, _SIDE_CALL_TIMEOUT_S)
+        info = self._decode(body, dict[str, Any])
         identity = EngineIdentity(
             kind=str(info.get("kind", "sglang")),
             incarnation=str(info.get("incarnation") or _derive_incarnation(info)),
@@ -131,7 +160,7 @@ class HttpEngineClient:
         for request in itertools.count():
             budget = max_new_tokens - len(partial.token_ids)
             body = self._body(prompt, partial, sampling, budget, f"{rid}.{request}")
-            answer = await self._generate_once(body, deadline, incarnation)
+            answer = self._decode(await self._generate_once(body, deadline, incarnation), _Answer)
             before = len(partial.token_ids)
             reason = self._take(answer, partial, budget)
             if reason == "abort" and len(partial.token_ids) == max_new_tokens:
@@ -192,7 +221,7 @@ class HttpEngineClient:
             body["image_data"] = [picture.base64 for picture in prompt.pictures]
         return body
 
-    async def _generate_once(self, body: Mapping[str, Any], deadline: float, incarnation: str) -> Mapping[str, Any]:
+    async def _generate_once(self, body: Mapping[str, Any], deadline: float, incarnation: str) -> bytes:
         """One request, retried while the engine cannot be reached and is still the same engine."""
         for attempt in range(self._retries + 1):
             left = deadline - time.monotonic()
@@ -222,51 +251,42 @@ class HttpEngineClient:
         if now != incarnation:
             raise EngineUnavailableError(f"{self.url}: the engine was restarted during the response")
 
-    async def _call(self, method: str, path: str, body: object, timeout_s: float) -> Mapping[str, Any]:
+    async def _call(self, method: str, path: str, body: object, timeout_s: float) -> bytes:
         if self._session is None:
             # The number of episodes is the bound on connections.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
         url = self.url + path
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            async with self._session.request(
-                method, url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
-            ) as response:
-                if response.status >= 400:
-                    text = (await response.text())[:300]
-                    if response.status >= 500:
-                        raise EngineUnavailableError(f"{url}: HTTP {response.status}: {text}")
-                    raise EngineRefusedError(f"{url}: HTTP {response.status}: {text}")
-                if path == "/abort_request":
-                    return {}
-                answer = await response.json(content_type=None)
+            async with self._session.request(method, url, json=body, timeout=timeout) as response:
+                answer = await response.read()
         except TimeoutError as error:
             raise EngineUnavailableError(f"{url}: no answer within {timeout_s:.1f} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailableError(f"{url}: {type(error).__name__}: {error}") from error
-        except ValueError as error:
-            raise EngineError(f"{url}: answer is not json: {error}") from error
-        if not isinstance(answer, dict):
-            raise EngineError(f"{url}: expected an object, got {type(answer).__name__}")
+        if response.status >= 400:
+            text = answer[:300].decode(errors="replace")
+            kind = EngineUnavailableError if response.status >= 500 else EngineRefusedError
+            raise kind(f"{url}: HTTP {response.status}: {text}")
         return answer
 
-    def _take(self, answer: Mapping[str, Any], partial: _Partial, budget: int) -> str:
+    def _decode(self, body: bytes, kind: type[A]) -> A:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise EngineError(f"{self.url}: not the answer of an engine: {error}") from error
+
+    def _take(self, answer: _Answer, partial: _Partial, budget: int) -> str:
         """Append an answer's tokens to `partial` once all checks hold; returns the finish reason."""
-        meta = answer.get("meta_info")
-        ids = answer.get("output_ids")
-        if not isinstance(meta, dict) or not isinstance(ids, list):
-            raise EngineError(f"{self.url}: answer without output_ids or meta_info")
-        reason = (meta.get("finish_reason") or {}).get("type")
-        if reason not in ("stop", "length", "abort"):
-            raise EngineError(f"{self.url}: unknown finish reason {reason!r}")
-        entries = meta.get("output_token_logprobs") or []
+        ids, entries = answer.output_ids, answer.meta_info.output_token_logprobs
         if len(entries) != len(ids) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
             raise EngineError(f"{self.url}: {len(entries)} logprobs do not match the {len(ids)} output ids")
         if len(ids) > budget:
             raise EngineError(f"{self.url}: {len(ids)} tokens, asked for at most {budget}")
-        logprobs = [float(entry[0]) if entry[0] is not None else math.nan for entry in entries]
-        if not all(map(math.isfinite, logprobs)):
-            raise EngineError(f"{self.url}: non-finite logprob")
-        versions = self._versions(meta, len(ids))
+        logprobs = [entry[0] for entry in entries if entry[0] is not None and math.isfinite(entry[0])]
+        if len(logprobs) != len(ids):
+            raise EngineError(f"{self.url}: {len(ids) - len(logprobs)} non-finite logprobs of {len(ids)}")
+        versions = self._versions(answer.meta_info.weight_versions, len(ids))
         vision = self._renderer.vision
         sampled = set(ids).intersection(vision.forbidden_token_ids) if vision else set()
         if sampled:
@@ -274,22 +294,20 @@ class HttpEngineClient:
         partial.token_ids += ids
         partial.logprobs += logprobs
         partial.versions += versions
-        return str(reason)
+        return answer.meta_info.finish_reason.type
 
-    def _versions(self, meta: Mapping[str, Any], num_tokens: int) -> list[int]:
+    def _versions(self, spans: Sequence[_Span], num_tokens: int) -> list[int]:
         """Version of each token. From spans only: a version read after the fact may not have sampled the token."""
         versions: list[int] = []
-        for span in meta.get("weight_versions") or ():
-            try:
-                version, start, end = int(span["version"]), int(span["start"]), int(span["end"])
-            except (KeyError, TypeError, ValueError):
+        for span in spans:
+            if not str(span.version).isdecimal():
                 raise EngineError(
-                    f"{self.url}: weight version {span!r} is no version of the learner's; "
+                    f"{self.url}: weight version {span.version!r} is no version of the learner's; "
                     "was anything published to this engine?"
-                ) from None
-            if version < 0 or start != len(versions) or end < start:
-                raise EngineError(f"{self.url}: weight_versions have a gap or a negative version at {span!r}")
-            versions += [version] * (end - start)
+                )
+            if span.start != len(versions) or not span.start <= span.end <= num_tokens:
+                raise EngineError(f"{self.url}: weight_versions have a gap at [{span.start}, {span.end})")
+            versions += [int(span.version)] * (span.end - span.start)
         if len(versions) != num_tokens:
             raise EngineError(f"{self.url}: weight_versions cover {len(versions)} of {num_tokens} tokens")
         return versions

@@ -150,16 +150,16 @@ class ActorLoop:
         )
 
     def _start(self, group: asyncio.TaskGroup, grant: TaskGrant) -> None:
-        self._presence.running_tasks.add(grant.task_index)
+        key = (grant.task_index, grant.attempt)
+        self._presence.running.add(key)
         episode = group.create_task(self._play(grant), name=f"episode {grant.task_index}.{grant.attempt}")
         self._episodes.add(episode)
         self._metrics.gauge("vagen_actor_running_episodes", len(self._episodes))
 
         def ended(task: asyncio.Task[None]) -> None:
             self._episodes.discard(task)
-            self._presence.running_tasks.discard(grant.task_index)
+            self._presence.running.discard(key)
             self._metrics.gauge("vagen_actor_running_episodes", len(self._episodes))
-            self._metrics.gauge("vagen_actor_in_flight", self._spool.in_flight)
             self._slot_freed.notify()
 
         episode.add_done_callback(ended)
@@ -198,6 +198,8 @@ class ActorLoop:
         name = type(error).__name__
         logger.warning("task %d, attempt %d failed: %s: %s", task.task_index, task.attempt, name, error)
         self._metrics.count("vagen_actor_episodes_total", outcome=name)
+        # First off the heartbeats: one that still lists the task would take it back from whoever is to retry it.
+        self._presence.running.discard((grant.task_index, grant.attempt))
         await self._sender.report_failure(grant, f"{name}: {error}")
         # The slot stays taken: a task that fails at once would otherwise be granted and fail in a busy loop.
         await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** min(self._failures, 10), _MAX_PAUSE_S))

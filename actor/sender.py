@@ -70,7 +70,8 @@ class _Sent:
 class Presence:
     """What heartbeats say about the actor, kept up to date by the loop."""
 
-    running_tasks: set[int] = field(default_factory=set)
+    running: set[tuple[int, int]] = field(default_factory=set)
+    """Task index and attempt of the episodes that run."""
     engines: tuple[EngineAnnouncement, ...] = ()
 
 
@@ -170,6 +171,7 @@ class Sender:
     async def _put(self, trajectory: Trajectory) -> None:
         entry = await self._spool.journal(trajectory)
         self._metrics.count("vagen_actor_trajectories_total", fate="journalled")
+        self._metrics.gauge("vagen_actor_in_flight", self._spool.in_flight)
         self._unacked_tasks[entry.trajectory_id] = trajectory.task_index
         self._outbox.append(entry)
         self.changed.notify()
@@ -317,6 +319,7 @@ class Sender:
         self._unacked_tasks.pop(trajectory_id, None)
         if self._spool.release(trajectory_id) is not None:
             self._metrics.count("vagen_actor_trajectories_total", fate=fate)
+            self._metrics.gauge("vagen_actor_in_flight", self._spool.in_flight)
 
     async def _beat(self) -> None:
         """Heartbeats, and the rare trajectory whose answer was lost on a connection that stands."""
@@ -349,7 +352,7 @@ class Sender:
 
     def _heartbeat(self, closing: bool = False) -> Heartbeat:
         # A task whose trajectory is unacked counts as running: its lease must not lapse while it waits for the window.
-        tasks = self._presence.running_tasks | set(self._unacked_tasks.values())
+        tasks = {index for index, _ in self._presence.running} | set(self._unacked_tasks.values())
         return Heartbeat(
             run_id=self._run_id,
             actor_id=self._spool.actor_id,

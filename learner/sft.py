@@ -81,7 +81,7 @@ def train_sft(
             imitation = -out.logprobs.sum() / count
             critic = F.mse_loss(out.values, data.returns[slots], reduction="sum") / count
             trainer.backward(imitation + config.value_weight * critic)
-            loss += float(imitation)
-            value_loss += float(critic)
+            loss += float(imitation.detach())
+            value_loss += float(critic.detach())
         trainer.step(config.optimizer.lr_at(step / config.steps, step))
         on_step(SFTProgress(step=step, loss=loss, value_loss=value_loss, seconds=time.perf_counter() - started))

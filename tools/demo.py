@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import yaml
@@ -33,7 +32,7 @@ from vagen.tools.recipe import Recipe, validate_recipe
 from vagen.tools.report import write_report
 from vagen.tools.runs import DemoState, Evaluation, RunDir, append_line, read_json, write_json
 from vagen.tools.screen import View, clock
-from vagen.tools.summary import build_summary
+from vagen.tools.summary import build_summary, verdict
 from vagen.tools.supervisor import InterruptedByUserError, Supervisor, stop_leftover
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED, EXIT_TARGET_MISSED, EXIT_INTERRUPTED = 1, 3, 130
 
 PROCESSES = ("buffer", "engine", "actor", "learner")
-_STOP_ORDER = ("eval", "sft", "learner", "actor")
 _TICK_S = 1.0
 _EVALUATION_TIMEOUT_S = 3600.0
 _SEED_STRIDE = 1_000_000
@@ -154,9 +152,7 @@ class _Demo:
                 self._event(f"stopping: {reason}")
             finally:
                 self._shut_down()
-                summary = self._conclude(code, reason)
-        if code == 0 and not summary["targets"]["passed"]:
-            code = EXIT_TARGET_MISSED
+                code = self._conclude(code, reason)
         return code
 
     def _stages(self) -> None:
@@ -238,8 +234,7 @@ class _Demo:
     def _shut_down(self) -> None:
         """Stop in the order in which nothing is lost: who makes data first, who holds it last."""
         self._monitor.look()
-        for name in _STOP_ORDER:
-            self._supervisor.stop(name)
+        self._supervisor.stop("sft", "eval", "learner", "actor")
         if self._monitor.serves("buffer"):
             try:
                 write_json(self._run.audit, self._monitor.audit())
@@ -247,15 +242,20 @@ class _Demo:
                 self._event(f"the buffer could not be audited: {error}")
         self._supervisor.stop_all()
 
-    def _conclude(self, code: int, reason: str) -> dict[str, Any]:
+    def _conclude(self, code: int, reason: str) -> int:
+        """Write down what came of it; returns the exit code, which also says whether the targets were met."""
         state = self._state
         state.finished_at = time.time()
         state.exit_code, state.exit_reason = code, reason
         self._save_state()
+        if code == 0 and not build_summary(self._run)["targets"]["passed"]:
+            state.exit_code = EXIT_TARGET_MISSED
+            self._save_state()
         summary = build_summary(self._run)
         write_json(self._run.summary, summary)
-        self._event(f"report: {write_report(self._run.root)}")
-        return summary
+        path = write_report(self._run.root)
+        self._event(f"{verdict(summary)[1]} Report: {path}")
+        return state.exit_code
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

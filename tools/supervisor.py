@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -136,31 +136,32 @@ class Supervisor:
         if process.stage is not Stage.DONE:
             raise ProcessLostError(f"{spec.name} {describe_exit(process.exit_code)}{_last_words(process)}")
 
-    def stop(self, name: str, timeout_s: float | None = None) -> None:
-        """Stop one process: SIGTERM, then SIGKILL at the time-out or at a further interrupt."""
-        process = self.processes.get(name)
-        if process is None:
-            return
+    def stop(self, *names: str) -> None:
+        """Stop processes together: SIGTERM, then SIGKILL at the time-out or at a further interrupt."""
+        processes = [self.processes[name] for name in names if name in self.processes]
         interrupts = self._interrupts
-        deadline = time.monotonic() + (self._stop_timeout_s if timeout_s is None else timeout_s)
-        process.poll()
-        if process.alive:
-            process.signal(signal.SIGTERM)
-        killed = False
-        while process.alive:
-            time.sleep(_TICK_S / 2)
+        deadline = time.monotonic() + self._stop_timeout_s
+        for process in processes:
             process.poll()
-            if process.alive and not killed and (time.monotonic() > deadline or self._interrupts > interrupts):
-                logger.warning("%s: does not stop, killed", name)
-                process.signal(signal.SIGKILL)
-                killed = True
-        process.stage = Stage.DONE
-        self._stop_orphans(process, deadline)
+            if process.alive:
+                process.signal(signal.SIGTERM)
+        is_killed = False
+        while left := [process for process in processes if process.alive]:
+            time.sleep(_TICK_S / 2)
+            for process in left:
+                process.poll()
+            if not is_killed and (time.monotonic() > deadline or self._interrupts > interrupts):
+                is_killed = True
+                for process in left:
+                    logger.warning("%s: does not stop, killed", process.spec.name)
+                    process.signal(signal.SIGKILL)
+        for process in processes:
+            process.stage = Stage.DONE
+            self._stop_orphans(process, deadline)
 
-    def stop_all(self, order: Sequence[str] = ()) -> None:
-        """Stop every process, those of `order` first."""
-        for name in dict.fromkeys([*order, *reversed(self.processes)]):
-            self.stop(name)
+    def stop_all(self) -> None:
+        """Stop every process."""
+        self.stop(*self.processes)
 
     def _stop_orphans(self, process: ChildProcess, deadline: float) -> None:
         """Stop what a killed process left running, the embedded Valkey of a buffer for example."""

@@ -122,10 +122,15 @@ class Engine:
         self._inbox.put(lambda: self._waiting.append(request))
 
     def call(self, function: Callable[[], R]) -> Future[R]:
-        """Run a method of the engine, or anything that writes to the model, between two steps. Any thread."""
+        """Run a method of the engine, or anything that writes to the model, between two steps. Any thread.
+
+        Cancelling the future before its turn comes drops the call.
+        """
         future: Future[R] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except Exception as error:  # handed to the caller, who raises it

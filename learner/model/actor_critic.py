@@ -54,8 +54,7 @@ class VisionLanguageActorCritic(MegatronModule):
             self.visual = Qwen2_5_VisionTransformerPretrainedModel._from_config(hf_config.vision_config)
             self.visual.to(options.dtype).requires_grad_(not options.freeze_vision)
             self._tower = BatchedVisionTower(self.visual)
-        # In the dtype of the rest: megatron's distributed optimizer confuses the tensors of a group of two dtypes. The
-        # optimizer's master copy is float32 and the product is computed in float32.
+        # In the dtype of the rest (see build_gpt); its master copy and its product are float32.
         self.value_head = nn.Linear(self.config.hidden_size, 1, dtype=options.dtype)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)

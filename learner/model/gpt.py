@@ -87,7 +87,7 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
     text_config = family.text_config(hf_config)
     config = transformer_config(family, text_config, options)
     spec = decoder_layer_spec(config, transformer_engine=uses_transformer_engine())
-    return GPTModel(
+    gpt = GPTModel(
         config,
         spec,
         vocab_size=text_config.vocab_size,
@@ -97,6 +97,9 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
     )
+    # torch's norms ignore params_dtype, and megatron's distributed optimizer confuses the tensors of a parameter group
+    # that holds two dtypes.
+    return gpt.to(options.dtype)
 
 
 def _leave_uninitialised(tensor: torch.Tensor) -> torch.Tensor:

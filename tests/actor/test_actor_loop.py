@@ -232,6 +232,10 @@ def test_a_failed_environment_is_reported_and_not_used_again(
             (failed,) = ingest.failures
             assert (failed.task_index, failed.attempt) == (0, 0)
             assert failed.error == "EnvironmentFailure: simulator died"
+            # A heartbeat after the report must not claim the task again, even while the slot pauses.
+            count = len(ingest.heartbeats)
+            await ingest.until(lambda: len(ingest.heartbeats) > count)
+            assert ingest.heartbeats[count].running_tasks == ()
             ingest.tasks = [TaskGrant(task_index=0, attempt=1)]
             await ingest.until(lambda: len(ingest.stored) == 1)
             (stored,) = ingest.stored.values()

@@ -187,7 +187,7 @@ def test_heartbeats_say_what_runs_and_the_last_one_is_closing(fakes: ModuleType,
         async with fakes.ScriptedIngest() as ingest:
             async with sending(ingest.endpoint, tmp_path) as (sender, spool, presence, _):
                 await sender.wait_for_buffer(5.0)
-                presence.running_tasks.update({4, 2})
+                presence.running.update({(4, 0), (2, 1)})
                 presence.engines = (EngineAnnouncement(url="http://e", kind="local", incarnation="i"),)
                 await ingest.until(lambda: ingest.heartbeats[-1].running_tasks == (2, 4))
                 beat = ingest.heartbeats[-1]

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +129,21 @@ def test_a_disconnected_client_frees_its_slot(engine, lab):
     connection.close()
     engine.wait_until(lambda: engine.metric(aborted) == before + 1, "aborted")
     assert engine.metric("vagen_engine_running_requests") == 0
+
+
+def test_administrators_that_hang_up_do_no_harm(engine):
+    host, port = engine.url.removeprefix("http://").split(":")
+    text = b"POST /continue_generation HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+    # Stopped, the engine finds request and hang-up at the same time, and drops the call before its turn has come.
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    try:
+        for _ in range(50):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(text)
+    finally:
+        os.kill(engine.process.pid, signal.SIGCONT)
+    assert len(engine.generate([10])["output_ids"]) == 12
+    assert engine.call("/health")[0] == 200
 
 
 def test_more_requests_than_slots_wait_and_more_than_the_queue_are_turned_away(engine):
