@@ -30,10 +30,9 @@ from vagen.actor.messages import Conversation, Message, Picture
 from vagen.common.errors import ConfigError, ObservationError
 from vagen.common.grids import ImageGeometry
 from vagen.common.trajectory import ImageRef, VisionTokens
+from vagen.common.vocabulary import vision_tokens
 
 _RESPONSE_MARK = "\ue000response\ue001"
-_VISION_TOKEN_NAMES = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
-_VISION_CONFIG_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _CACHE_ENTRIES = 4096
 
 _Shape = tuple[tuple[str, tuple[str | None, ...]], ...]
@@ -104,7 +103,7 @@ class ChatRenderer:
             raise ConfigError(f"{path}: no such file; a fast tokenizer is needed")
         tokenizer = Tokenizer.from_file(str(path))
         template = _find_template(folder, settings)
-        vision = _vision_tokens(config, tokenizer)
+        vision = vision_tokens(folder)
         geometry = ImageGeometry.load(folder) if vision else None
         if vision and geometry and vision.merge_size != geometry.merge_size:
             raise ConfigError(
@@ -319,16 +318,3 @@ def _eos_ids(folder: Path, config: dict[str, Any]) -> list[int]:
         if eos is not None:
             return [int(token) for token in (eos if isinstance(eos, list) else [eos])]
     return []
-
-
-def _vision_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> VisionTokens | None:
-    image_token_id = config.get("image_token_id")
-    if image_token_id is None:
-        return None
-    forbidden = {config.get(key) for key in _VISION_CONFIG_KEYS}
-    forbidden |= {tokenizer.token_to_id(name) for name in _VISION_TOKEN_NAMES}
-    return VisionTokens(
-        image_token_id=image_token_id,
-        forbidden_token_ids=tuple(sorted(token for token in forbidden if token is not None)),
-        merge_size=(config.get("vision_config") or {}).get("spatial_merge_size", 2),
-    )

@@ -29,45 +29,29 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from vagen.common.errors import ConfigError, ObservationError
+from vagen.common.grids import ImageGeometry, smart_resize
 
-__all__ = ["BatchedVisionTower", "Grid", "ImageSpec", "mrope_positions", "preprocess_image", "smart_resize"]
+__all__ = ["BatchedVisionTower", "Grid", "ImageSpec", "mrope_positions", "preprocess_image"]
 
 Grid = tuple[int, int, int]
 """Patches of one image along (time, height, width), before merging."""
 
-_MAX_ASPECT_RATIO = 200
 _BICUBIC = 3
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSpec:
+class ImageSpec(ImageGeometry):
     """How pictures become patches. `mean` and `std` are per RGB channel, of values in [0, 1]."""
 
-    patch_size: int = 14
-    merge_size: int = 2
-    temporal_patch_size: int = 2
-    min_pixels: int = 56 * 56
-    max_pixels: int = 28 * 28 * 1280
     mean: tuple[float, float, float] = _CLIP_MEAN
     std: tuple[float, float, float] = _CLIP_STD
-
-    def __post_init__(self) -> None:
-        for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"image spec: {name} must be >= 1, got {getattr(self, name)}")
-        if self.max_pixels < self.min_pixels:
-            raise ConfigError(f"image spec: max_pixels {self.max_pixels} is below min_pixels {self.min_pixels}")
 
     @property
     def patch_dim(self) -> int:
         """D: values of one patch, all frames and channels."""
         return 3 * self.temporal_patch_size * self.patch_size**2
-
-    def num_tokens(self, grid: Grid) -> int:
-        """Placeholders that an image of this grid takes in a row."""
-        return math.prod(grid) // self.merge_size**2
 
     @classmethod
     def load(cls, model_dir: str | Path) -> ImageSpec:
@@ -111,25 +95,6 @@ class ImageSpec:
             "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
         }
         (Path(model_dir) / "preprocessor_config.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
-def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Nearest (height, width) whose sides are multiples of `factor` and whose area is within the bounds.
-
-    The formula of transformers' `qwen2_vl.smart_resize`. Raises ObservationError above an aspect ratio of 200.
-    """
-    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
-        raise ObservationError(f"image of {width}x{height} px: aspect ratio above {_MAX_ASPECT_RATIO}")
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
-        new_height = max(factor, math.floor(height / scale / factor) * factor)
-        new_width = max(factor, math.floor(width / scale / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
-        new_height = math.ceil(height * scale / factor) * factor
-        new_width = math.ceil(width * scale / factor) * factor
-    return new_height, new_width
 
 
 def preprocess_image(image: bytes | Image.Image, spec: ImageSpec) -> tuple[Tensor, Grid]:
