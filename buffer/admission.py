@@ -1,6 +1,6 @@
 """How many episodes may start: the pacing rule, pure, and the state it is applied to, read from Redis.
 
-    credits = min(C_max - running, (max_staleness + 1) * B - (ready + claimed_not_trained + running))
+    credits = min(C_max - running, min(max_staleness + 1, steps left) * B - (ready + claimed_not_trained + running))
 
 Everything the rule looks at is in Redis, so that a restart of the ingest or of Redis neither forgets a running
 episode nor grants a second time. One ingest serves a run, so nobody grants between the reading and the granting.
@@ -32,6 +32,8 @@ class Pacing(msgspec.Struct, frozen=True, kw_only=True):
     """Leases."""
     engines: int
     """Engines that may take traffic."""
+    steps_left: int | None = None
+    """Learner steps until the run's last; none for a run without end."""
 
 
 def start_credits(pacing: Pacing) -> tuple[int, str]:
@@ -42,9 +44,14 @@ def start_credits(pacing: Pacing) -> tuple[int, str]:
     if p.engines == 0:
         return 0, "no engine is admitted"
     by_running = p.max_running - p.running
-    ahead, bound = p.ready + p.untrained + p.running, (p.max_staleness + 1) * p.batch_size
+    window = p.max_staleness + 1
+    ahead, bound = p.ready + p.untrained + p.running, window * p.batch_size
     if by_running <= 0:
         return 0, f"{p.running} episodes run of at most {p.max_running}"
+    if p.steps_left is not None and p.steps_left < window:
+        bound = p.steps_left * p.batch_size
+        if ahead >= bound:
+            return 0, f"{ahead} trajectories are ahead of the learner, its last steps take {bound}"
     if ahead >= bound:
         return 0, f"{ahead} trajectories are ahead of the learner, at most {bound} keep max_staleness"
     return min(by_running, bound - ahead), ""
@@ -52,7 +59,7 @@ def start_credits(pacing: Pacing) -> tuple[int, str]:
 
 def queue_pacing(pipe: Any, keys: Keys) -> None:
     """Add the reads of `parse_pacing` to a pipeline."""
-    pipe.hmget(keys[Key.LEARNER], "batch_size", "max_staleness")
+    pipe.hmget(keys[Key.LEARNER], "batch_size", "max_staleness", "step", "total_steps")
     pipe.hmget(keys[Key.STAT], "ready", "awaiting")
     pipe.hvals(keys[Key.UNTRAINED])
     pipe.zcard(keys[Key.TASK_LEASES])
@@ -65,7 +72,7 @@ PACING_READS = 5
 
 def parse_pacing(replies: list[Any], max_running: int) -> Pacing:
     """The state behind the replies to `queue_pacing`."""
-    (batch_size, max_staleness), ready, untrained, running, engines = replies
+    (batch_size, max_staleness, step, total_steps), ready, untrained, running, engines = replies
     return Pacing(
         max_running=max_running,
         batch_size=None if batch_size is None else int(batch_size),
@@ -74,4 +81,5 @@ def parse_pacing(replies: list[Any], max_running: int) -> Pacing:
         untrained=sum(int(count) for count in untrained),
         running=running,
         engines=engines,
+        steps_left=int(total_steps) - int(step) if int(total_steps or 0) else None,
     )

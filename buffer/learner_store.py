@@ -93,10 +93,20 @@ class LearnerStore:
     # -- pacing and versions ------------------------------------------------------------------------------------
 
     def register(
-        self, incarnation: str, *, step: int, batch_size: int, max_staleness: int, publish_every: int = 1
+        self,
+        incarnation: str,
+        *,
+        step: int,
+        batch_size: int,
+        max_staleness: int,
+        publish_every: int = 1,
+        total_steps: int = 0,
     ) -> None:
-        """Say what the next step is and how far data may run ahead of it; admission grants nothing before."""
-        self._script("register", incarnation, step, batch_size, max_staleness, publish_every)
+        """Say what the next step is and how far data may run ahead of it; admission grants nothing before.
+
+        `total_steps` ends the granting with what the last step needs; 0 is a run without end.
+        """
+        self._script("register", incarnation, step, batch_size, max_staleness, publish_every, total_steps)
 
     def next_version(self) -> int:
         """A policy version that nobody had before, from 1; versions never go back, some may stay unused."""

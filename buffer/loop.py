@@ -60,8 +60,11 @@ def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[Any]:
     socket.sndhwm = 0
     socket.linger = 1000
     socket.maxmsgsize = MAX_PAYLOAD_BYTES
-    socket.heartbeat_ivl = 5_000
-    socket.heartbeat_timeout = 20_000
+    # Not ZMTP heartbeats: while the socket is not read, a healthy peer's answers to them wait behind its data.
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = 30
+    socket.tcp_keepalive_intvl = 5
+    socket.tcp_keepalive_cnt = 4
     socket.ipv6 = "[" in endpoint
     try:
         socket.bind(endpoint)

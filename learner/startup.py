@@ -118,6 +118,7 @@ def _assemble(
             batch_size=config.batch_size,
             max_staleness=config.max_staleness,
             publish_every=config.publish_every,
+            total_steps=config.total_steps,
         )
         store.rollback(first_step - 1)
     broadcaster = Broadcaster(config.broadcast)

@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILED, EXIT_TARGET_MISSED, EXIT_INTERRUPTED = 1, 3, 130
 
-PROCESSES = ("buffer", "engine", "actor", "learner")
+_LEFTOVER_ORDER = ("learner", "actor", "buffer", "engine")
+"""Who makes and consumes data first: a learner without its buffer would not stop in order."""
 _TICK_S = 1.0
 _EVALUATION_TIMEOUT_S = 3600.0
 _SEED_STRIDE = 1_000_000
@@ -100,7 +101,7 @@ def prepare(options: DemoOptions) -> Iterator[PreparedRun]:
         timeout_s = validate_recipe(raw).demo.stop_timeout_s
         if not run.lock.exists():
             held.enter_context(_lock(run))
-        for process in PROCESSES:
+        for process in _LEFTOVER_ORDER:
             stop_leftover(run.ready(process), run.root, timeout_s)
         if options.fresh:
             _clear(run)
@@ -180,7 +181,7 @@ class _Demo:
     def _train(self) -> None:
         learner = self._supervisor.processes["learner"]
         every = self._config.eval_every_steps
-        self._next_point = (len(self._monitor.steps) // every + 1) * every if every else 0
+        self._next_point = (self._monitor.steps_taken // every + 1) * every if every else 0
         self._supervisor.wait(
             lambda: learner.stage is Stage.DONE, self._config.train_timeout_s, "the learner takes all steps"
         )
@@ -189,7 +190,7 @@ class _Demo:
         # What episodes would be played from now on nobody trains on, and they would slow the evaluation down.
         self._monitor.look()
         self._supervisor.stop("actor")
-        self._event(f"the learner has taken {len(self._monitor.steps)} steps")
+        self._event(f"the learner has taken {self._monitor.steps_taken} steps")
 
     def _evaluate(self, name: str) -> None:
         """The large evaluation, in a process of its own."""
@@ -224,7 +225,7 @@ class _Demo:
                 self._event(f"the evaluation at step {step} failed, see {process.spec.log}")
             else:
                 append_line(self._run.curve, msgspec.structs.replace(result, step=step))
-        steps = len(self._monitor.steps)
+        steps = self._monitor.steps_taken
         is_due = 0 < self._next_point <= steps < self._recipe.learner.total_steps
         if is_due and (process is None or not process.alive) and self._monitor.serves("engine"):
             self._next_point = (steps // self._config.eval_every_steps + 1) * self._config.eval_every_steps

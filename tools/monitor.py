@@ -10,7 +10,7 @@ from vagen.buffer.accounting import audit
 from vagen.buffer.service import read_ready
 from vagen.tools.child import Stage
 from vagen.tools.recipe import Recipe
-from vagen.tools.runs import DemoState, RunDir, StepRecord, TelemetrySample
+from vagen.tools.runs import DemoState, RunDir, StepRecord, TelemetrySample, num_steps
 from vagen.tools.screen import ProcessView, Snapshot
 from vagen.tools.supervisor import Supervisor
 from vagen.tools.telemetry import Telemetry, metrics_url, rate, time_shares
@@ -34,14 +34,19 @@ class Monitor:
         self._sample: TelemetrySample | None = None
         self.steps: list[StepRecord] = run.read_steps()
 
+    @property
+    def steps_taken(self) -> int:
+        """Learner steps so far, over all attempts."""
+        return num_steps(self.steps)
+
     def look(self) -> None:
         """Read what is new."""
         self._sample = self._telemetry.sample()
         self.steps = self._run.read_steps()
 
     def is_trained(self) -> bool:
-        """Whether all steps of the recipe are logged."""
-        return len(self._run.read_steps()) >= self._recipe.learner.total_steps
+        """Whether the learner has left the model that it exports after its last step."""
+        return self._run.export.is_dir()
 
     def serves(self, name: str) -> bool:
         """Whether a process serves now."""

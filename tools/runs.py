@@ -5,6 +5,7 @@
     model/                  the warm start
     <process>/ready.json    who serves where, written by buffer, engine, actor and learner
     learner/metrics.jsonl   one line a learner step
+    learner/export/         the trained model, written after the last step
     eval/                   before.json, after.json, curve.jsonl
     telemetry.jsonl         cumulative counters of all processes, sampled by `vagen demo`
     buffer/audit.json       the accounting identity after the drain
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -182,6 +183,10 @@ class RunDir:
         return self.root / "learner" / "metrics.jsonl"
 
     @property
+    def export(self) -> Path:
+        return self.root / "learner" / "export"
+
+    @property
     def telemetry(self) -> Path:
         return self.root / "telemetry.jsonl"
 
@@ -232,6 +237,11 @@ class RunDir:
 
     def read_audit(self) -> dict[str, Any] | None:
         return json.loads(self.audit.read_text()) if self.audit.is_file() else None
+
+
+def num_steps(records: Sequence[StepRecord]) -> int:
+    """Learner steps that ordered records stand for."""
+    return records[-1].step + 1 if records else 0
 
 
 def read_json(path: Path, kind: type[R]) -> R | None:

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vagen.tools.runs import Evaluation, StepRecord
+from vagen.tools.runs import Evaluation, StepRecord, num_steps
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def status_line(snapshot: Snapshot) -> str:
     parts = [clock(snapshot.elapsed_s), snapshot.stage]
     if snapshot.steps:
         last = snapshot.steps[-1]
-        parts.append(f"step {len(snapshot.steps)}/{snapshot.total_steps}")
+        parts.append(f"step {num_steps(snapshot.steps)}/{snapshot.total_steps}")
         parts.append(f"version {_version(snapshot)}")
         if last.success is not None:
             parts.append(f"training success {last.success:.2f}")
@@ -181,7 +181,7 @@ def _header(snapshot: Snapshot) -> RenderableType:
     table.add_column()
     table.add_column(ratio=1)
     table.add_column(justify="right")
-    done = len(snapshot.steps)
+    done = num_steps(snapshot.steps)
     table.add_row(
         Text(snapshot.title, style="bold"),
         ProgressBar(total=snapshot.total_steps, completed=done),

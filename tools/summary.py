@@ -9,6 +9,7 @@ import importlib.metadata
 import math
 import platform
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -16,7 +17,7 @@ import yaml
 from vagen.common.config import section
 from vagen.learner.config import LearnerConfig
 from vagen.tools.config import DemoConfig
-from vagen.tools.runs import Evaluation, RunDir, StepRecord, TelemetrySample
+from vagen.tools.runs import Evaluation, RunDir, StepRecord, TelemetrySample, num_steps
 
 PACKAGES = (
     "vagen-async",
@@ -56,7 +57,7 @@ def build_summary(run: RunDir) -> dict[str, Any]:
         "minutes": state.active_s / 60 if state else None,
         "stage_seconds": state.stage_seconds if state else {},
         "cpu_seconds": {"total": sum(cpu_seconds.values()), **cpu_seconds},
-        "steps": len(steps),
+        "steps": num_steps(steps),
         "total_steps": section(recipe, "learner", LearnerConfig).total_steps,
         "episodes_trained": sum(record.num_trajectories for record in steps),
         "policy_tokens_trained": sum(record.policy_tokens for record in steps),
@@ -89,14 +90,18 @@ def targets(demo: DemoConfig, before: Evaluation | None, after: Evaluation | Non
 def published_versions(steps: Sequence[StepRecord], telemetry: Sequence[TelemetrySample] | None = None) -> list[int]:
     """Versions that reached at least one engine.
 
-    With `telemetry`: only those published between two moments at which episodes were seen running.
+    With `telemetry`: only those published while episodes ran, that is with tokens sampled before and after.
     """
     published = [record for record in steps if record.publish is not None and record.publish.ok]
     if telemetry is not None:
-        running = [sample.time for sample in telemetry if sample.gauges.get("running_episodes", 0) > 0]
-        if not running:
+        sampling = [
+            (before.time, after.time)
+            for before, after in pairwise(telemetry)
+            if after.counters.get("actor_tokens_total", 0) > before.counters.get("actor_tokens_total", 0)
+        ]
+        if not sampling:
             return []
-        published = [record for record in published if running[0] <= record.time <= running[-1]]
+        published = [record for record in published if sampling[0][0] <= record.time <= sampling[-1][1]]
     return sorted({record.publish.version for record in published if record.publish is not None})
 
 

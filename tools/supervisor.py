@@ -114,13 +114,13 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def wait_ready(self, name: str, timeout_s: float) -> None:
-        """Wait until a process serves; its death before that is final.
+        """Wait until a process serves, or has done its work already; its death before that is final.
 
         Raises `ProcessLostError` with its last lines.
         """
         process = self.processes[name]
         self.wait(lambda: process.stage is not Stage.STARTING, timeout_s, f"{name} serves")
-        if process.stage is not Stage.SERVING:
+        if process.stage not in (Stage.SERVING, Stage.DONE):
             last = "\n  ".join(tail(process.spec.log))
             raise ProcessLostError(
                 f"{name} {describe_exit(process.exit_code)} before it served; its last lines:\n  {last}"

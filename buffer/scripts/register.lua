@@ -1,4 +1,5 @@
--- The learner's pacing parameters. ARGV: incarnation, step to claim next, batch size, max staleness, publish every.
+-- The learner's pacing parameters. ARGV: incarnation, step to claim next, batch size, max staleness, publish every,
+-- last step (0: none).
 redis.call('HSET', K.learner, 'incarnation', ARGV[1], 'step', ARGV[2], 'batch_size', ARGV[3], 'max_staleness', ARGV[4],
-  'publish_every', ARGV[5])
+  'publish_every', ARGV[5], 'total_steps', ARGV[6])
 return 1

@@ -27,6 +27,9 @@ from vagen.common.wire import CreditRequest, EpisodeFailed
         ({"ready": 60}, 0, "70 trajectories are ahead of the learner, at most 32"),
         ({"ready": 22}, 0, "32 trajectories"),
         ({"max_staleness": 0}, 0, "10 trajectories are ahead of the learner, at most 8"),
+        ({"steps_left": 9}, 22, ""),
+        ({"steps_left": 3}, 14, ""),
+        ({"steps_left": 1}, 0, "10 trajectories are ahead of the learner, its last steps take 8"),
     ],
 )
 def test_rule(change, credits, reason):

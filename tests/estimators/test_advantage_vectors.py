@@ -142,8 +142,9 @@ def test_a_group_of_equal_rewards_gives_exactly_zero(batch, episode, name, num_e
 
 
 def test_equal_totals_added_in_another_order_give_exactly_zero(batch, episode):
-    orders = ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.6, 0.0, 0.0], [-0.1, 0.4, 0.3])
-    inputs = batch(*[episode(turns=[3], rewards=r) for r in orders])
+    """Thirty times .02 is one float32 step from .6."""
+    orders = ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.6], [-0.1, 0.4, 0.3], [0.02] * 30)
+    inputs = batch(*[episode(turns=[len(r)], rewards=r) for r in orders])
 
     assert estimate_advantages(inputs, settings("trajectory_grpo")).advantages.abs().max().item() == 0.0
 

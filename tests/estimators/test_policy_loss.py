@@ -12,7 +12,7 @@ from vagen.common.config import convert
 from vagen.common.errors import ConfigError, TrajectoryError
 from vagen.learner.losses.config import LossConfig
 from vagen.learner.losses.policy import PolicyLossInputs, behaviour_kl, interpolated_logprobs, policy_loss
-from vagen.learner.losses.weights import behaviour_weights, loss_weights
+from vagen.learner.losses.weights import BehaviourWeights, behaviour_weights, loss_weights
 
 PLAIN = dict(behaviour_kl=0.0, behaviour_weight="none")
 
@@ -336,8 +336,20 @@ def test_only_logprobs_and_entropy_carry_gradients(combination):
     policy_loss(inputs, LossConfig(entropy_bonus=0.05, **combination))[0].backward()
 
     assert all(getattr(inputs, name).grad is None for name in leaves)
-    assert inputs.logprobs.grad is not None and inputs.logprobs.grad.isfinite().all()
+    assert inputs.logprobs.grad.isfinite().all()
     assert inputs.entropy.grad.tolist() == pytest.approx([-0.05 / 24] * 24)
+
+
+def test_weights_given_from_outside_are_constants():
+    given = torch.full((24,), 0.5, requires_grad=True)
+    nothing = torch.zeros(24, dtype=torch.bool)
+    inputs, plain = random_inputs(weights=BehaviourWeights(given, nothing, nothing)), random_inputs()
+
+    loss = policy_loss(inputs, LossConfig(behaviour_kl=0.0))[0]
+    loss.backward()
+
+    assert loss.item() == pytest.approx(0.5 * policy_loss(plain, LossConfig(**PLAIN))[0].item())
+    assert given.grad is None
 
 
 @pytest.mark.parametrize("weight", ["none", "token_tis"])

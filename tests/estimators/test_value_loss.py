@@ -50,6 +50,18 @@ def test_value_loss(settings, loss, gradient, clip_share):
     assert diagnostics["value_loss"].item() == pytest.approx(loss / LossConfig(**settings).value_weight)
 
 
+def test_value_clip_takes_the_larger_loss():
+    """From 0 towards the target 0 a value of 3 may count as .2, whose loss is smaller: its own loss stays."""
+    values = torch.tensor([3.0], requires_grad=True)
+    config = LossConfig(value_loss="mse", value_clip=0.2, value_weight=1.0)
+
+    loss, diagnostics = value_loss(values, torch.zeros(1), torch.zeros(1), EVERYWHERE[:1], config)
+
+    assert loss.item() == pytest.approx(4.5)
+    assert torch.autograd.grad(loss, values)[0].tolist() == [3.0]
+    assert diagnostics["value_clip_share"].item() == 0.0
+
+
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_tokens_without_a_target_never_contribute(clip):
     """Not even when what stands in their place is not a number."""

@@ -163,7 +163,7 @@ def test_summary_figures(make_run):
     assert summary["targets"]["passed"] is True
     assert summary["steps"] == 30 and summary["episodes_trained"] == 30 * 96
     assert summary["versions_published"] == 30
-    # Telemetry saw episodes until second 1118, the last step was published at 1116.
+    # Telemetry saw tokens until second 1118, the last step was published at 1116.
     assert summary["versions_published_while_running"] == 30
     assert summary["staleness"] == {"0": 120, "1": 1560, "2": 900, "3": 300}
     assert summary["accounting"]["identity_holds"] is True

@@ -147,6 +147,12 @@ def test_nobody_starts_it_again(tmp_path, events):
     supervisor.stop_all()
 
 
+def test_a_process_that_finds_its_work_done_need_not_serve(tmp_path, supervisor):
+    supervisor.start(server(tmp_path, program="pass", is_complete=lambda: True))
+    supervisor.wait_ready("server", 20)
+    assert supervisor.processes["server"].stage is Stage.DONE
+
+
 def test_death_before_serving_is_final_and_shows_why(tmp_path, supervisor):
     spec = server(tmp_path, program="import sys; print('no port left', flush=True); sys.exit(3)")
     supervisor.start(spec)
