@@ -28,6 +28,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 _MSGSPEC_PATH = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>\$.*)`)?$", re.DOTALL)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as people write numbers: `1e-3` is a float (YAML 1.2), not the string that YAML 1.1 makes of it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every configuration class: frozen, keyword-only, unknown keys refused.
 
@@ -66,7 +75,7 @@ def read_recipe(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     """
     path = _find(source)
     try:
-        raw = yaml.safe_load(path.read_text()) or {}
+        raw = yaml.load(path.read_text(), _Loader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid yaml: {error}") from error
     if not isinstance(raw, dict):
@@ -125,7 +134,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not equals or not all(parts) or len(parts) < 2:
         raise ConfigError(f"--set {override}: expected section.key=value")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override}: value is not valid yaml: {error}") from error
     node = raw

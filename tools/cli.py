@@ -192,26 +192,32 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Fold
     typer.echo(path)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="None lists them.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Of the benchmark; repeatable.")
     ] = None,
 ) -> None:
-    """Measure one part of the system on this machine.
+    """Measure one part of the system on this machine. A benchmark's own options follow its name.
 
     Examples:
 
       vagen bench
 
       vagen bench pipeline --json --option run_dir=runs/demo-seed0
+
+      vagen bench staleness --json --seeds 3 --out runs/study
     """
     with user_errors():
         from vagen.tools.bench import describe, run_benchmark
 
-        typer.echo(describe() if name is None else run_benchmark(name, options or (), as_json=as_json))
+        if name is None:
+            typer.echo(describe())
+        else:
+            typer.echo(run_benchmark(name, options or (), context.args, as_json=as_json))
 
 
 @config_app.command("check")

@@ -129,7 +129,28 @@ def _make_model(
         said = [text.replace(tag, " ") for text in said]
     corpus = [*roles * 20, core.system_prompt(), *sorted(set(seen)) * 20, *sorted(set(said)) * 20]
     tokenizer = train_tokenizer(corpus, tags, config.vocab_size)
-    save_tiny_model(config, tokenizer, model_dir, chat_template=CHAT_TEMPLATE, seed=seed)
+    save_tiny_model(
+        config,
+        tokenizer,
+        model_dir,
+        chat_template=CHAT_TEMPLATE,
+        seed=seed,
+        pixel_statistics=_pixel_statistics(episodes),
+    )
+
+
+def _pixel_statistics(episodes: list[ScriptedEpisode]) -> dict[str, tuple[float, float, float]]:
+    """Mean and standard deviation of the pictures, per channel in [0, 1].
+
+    CLIP's, which are those of photographs, would leave drawings of little contrast to small differences of large
+    inputs.
+    """
+    pictures = [image for episode in episodes for turn in episode.turns for image in turn.observation.images]
+    if not pictures:
+        return {}
+    pixels = np.concatenate([np.asarray(picture).reshape(-1, 3) for picture in pictures]) / 255.0
+    mean, std = pixels.mean(axis=0).round(4).tolist(), pixels.std(axis=0).round(4).tolist()
+    return {"mean": tuple(mean), "std": tuple(std)}
 
 
 async def _lay_out(

@@ -160,7 +160,7 @@ class EngineModel:
         where = torch.from_numpy(positions).to(self.device)
         cos, sin = self._cos[where, None], self._sin[where, None]
         cached = torch.from_numpy(lengths).to(self.device)
-        visible = (self._arange[:longest] < 1 + longest + 0 * cached[:, None])[:, None, None]
+        visible = (self._arange[:longest] <= cached[:, None])[:, None, None]
         entry = self._arange[:running] * self.max_context + cached
         heads = (running, self._num_kv_heads, -1, self._head_dim)
         for index, layer in enumerate(self._layers):

@@ -8,6 +8,7 @@ not decide when to save, and does not delete.
 from __future__ import annotations
 
 import json
+import queue
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from vagen.common.errors import CheckpointError
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
@@ -53,6 +55,9 @@ def save_checkpoint(
         dist.barrier()
         with cuda_as_cpu():
             state = _sharded_state(model, trainer, with_generators=True, is_loading=False)
+            # megatron would spawn a manager process for this queue, which outlives a learner that is killed; a save
+            that  # blocks collects its results in this process.
+            filesystem_async._results_queue = queue.SimpleQueue()
             dist_checkpointing.save(state, str(content), content_metadata=dict(_SHARDING))
 
 

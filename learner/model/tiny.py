@@ -26,11 +26,13 @@ def save_tiny_model(
     *,
     seed: int = 0,
     chat_template: str | None = None,
+    pixel_statistics: dict[str, tuple[float, float, float]] | None = None,
 ) -> Path:
     """Write the model (float32, seeded), its tokenizer and its image processor config; returns `model_dir`.
 
     The tokenizer must know `<|im_end|>`, `<|vision_start|>`, `<|vision_end|>`, `<|image_pad|>` and `<|video_pad|>`
-    (ConfigError otherwise). A `Tokenizer` is saved with `<|im_end|>` as its end-of-sequence token.
+    (ConfigError otherwise). A `Tokenizer` is saved with `<|im_end|>` as its end-of-sequence token. `pixel_statistics`
+    are `mean` and `std` of the pictures it will see, per RGB channel in [0, 1]; CLIP's by default.
     """
     target = Path(model_dir)
     target.mkdir(parents=True, exist_ok=True)
@@ -53,6 +55,7 @@ def save_tiny_model(
         merge_size=config.merge_size,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
+        **(pixel_statistics or {}),
     )
     spec.save(target)
     return target

@@ -48,7 +48,7 @@ def test_errors_name_path_value_and_bound(raw, message):
 def test_overrides_are_applied_as_yaml(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("run: {name: one}\n")
-    raw = read_recipe(recipe, ["run.seed=7", "learner.inner.rate=2.5e-1", "learner.names=[a, b]"])
+    raw = read_recipe(recipe, ["run.seed=7", "learner.inner.rate=25e-2", "learner.names=[a, b]"])
     assert section(raw, "run", RunConfig) == RunConfig(name="one", seed=7)
     outer = section(raw, "learner", Outer)
     assert (outer.inner.rate, outer.names) == (0.25, ("a", "b"))

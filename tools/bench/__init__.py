@@ -14,14 +14,23 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
 
 from vagen.common.errors import ConfigError
 
 Figures: TypeAlias = dict[str, "Figure"]
 Benchmark: TypeAlias = Callable[[Mapping[str, str]], Figures]
 
-_MODULES = ("vagen.tools.bench.pipeline",)
+S = TypeVar("S", bound=msgspec.Struct)
+
+_MODULES = (
+    "vagen.tools.bench.ablation",
+    "vagen.tools.bench.advantages",
+    "vagen.tools.bench.pipeline",
+    "vagen.tools.bench.staleness",
+)
 _BENCHMARKS: dict[str, Benchmark] = {}
 
 
@@ -31,6 +40,17 @@ class Figure:
 
     value: float
     unit: str
+    interval: tuple[float, float] | None = None
+    """95 %, where the number is an estimate."""
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON; without `interval` where there is none."""
+        fields: dict[str, Any] = {"value": self.value, "unit": self.unit}
+        return fields if self.interval is None else {**fields, "interval": list(self.interval)}
+
+    def __str__(self) -> str:
+        bounds = "" if self.interval is None else f"  [{self.interval[0]:.4g}, {self.interval[1]:.4g}]"
+        return f"{self.value:>12.4g} {self.unit}{bounds}"
 
 
 def benchmark(name: str) -> Callable[[Benchmark], Benchmark]:
@@ -50,9 +70,10 @@ def describe() -> str:
     return "\n".join(f"{name:<12} {(known[name].__doc__ or '').splitlines()[0]}" for name in sorted(known))
 
 
-def run_benchmark(name: str, options: Sequence[str], *, as_json: bool) -> str:
+def run_benchmark(name: str, options: Sequence[str], words: Sequence[str] = (), *, as_json: bool) -> str:
     """Run one and return its figures, as a table or as one JSON object.
 
+    Its options are `options` (`key=value`) and those found in `words` (`--key value`, or `--key` for true).
     Raises `ConfigError` for an unknown name or a malformed option.
     """
     known = _load()
@@ -62,18 +83,49 @@ def run_benchmark(name: str, options: Sequence[str], *, as_json: bool) -> str:
     for option, (key, equals, _) in zip(options, pairs, strict=True):
         if not key or not equals:
             raise ConfigError(f"--option {option}: expected key=value")
-    figures = known[name]({key: value for key, _, value in pairs})
+    figures = known[name]({key: value for key, _, value in pairs} | parse_words(words))
     if not as_json:
         width = max(map(len, figures), default=0)
-        return "\n".join(f"{key:<{width}}  {figure.value:>12.4g} {figure.unit}" for key, figure in figures.items())
-    words = ["vagen", "bench", name, "--json", *(word for option in options for word in ("--option", option))]
+        return "\n".join(f"{key:<{width}}  {figure}" for key, figure in figures.items())
+    typed = ["vagen", "bench", name, "--json", *(word for option in options for word in ("--option", option)), *words]
     return json.dumps(
         {
-            "figures": {key: {"value": figure.value, "unit": figure.unit} for key, figure in figures.items()},
+            "figures": {key: figure.plain() for key, figure in figures.items()},
             "machine": machine(),
-            "command": shlex.join(words),
+            "command": shlex.join(typed),
         }
     )
+
+
+def parse_words(words: Sequence[str]) -> dict[str, str]:
+    """`--key value`, `--key=value` and `--flag` (true) as options; dashes inside a key become underscores.
+
+    Raises `ConfigError` for a word that belongs to no option.
+    """
+    options: dict[str, str] = {}
+    left = list(words)
+    while left:
+        key, equals, value = left.pop(0).partition("=")
+        if not key.startswith("--") or len(key) < 3:
+            raise ConfigError(f"bench: expected --key value, got {key!r}")
+        if not equals:
+            value = left.pop(0) if left and not left[0].startswith("--") else "true"
+        options[key[2:].replace("-", "_")] = value
+    return options
+
+
+def parse_options(options: Mapping[str, str], kind: type[S]) -> S:
+    """The options of a benchmark as `kind`, whose fields are the options it knows.
+
+    Raises `ConfigError` for one that is unknown or malformed.
+    """
+    for key in options:
+        if key not in kind.__struct_fields__:
+            raise ConfigError(f"--{key.replace('_', '-')}: unknown; known are {', '.join(kind.__struct_fields__)}")
+    try:
+        return msgspec.convert(dict(options), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bench: {error}") from None
 
 
 def machine() -> dict[str, Any]:

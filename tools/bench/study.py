@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,27 +85,36 @@ class RunSpec(Section, frozen=True, kw_only=True):
     @property
     def warm_key(self) -> str:
         """Of the warm start: what the supervised phase depends on."""
-        recipe = self.recipe()
-        discount = section(recipe, "learner", LearnerConfig).advantage.turn_discount
-        return _hash([*_warm_sections(recipe), discount])
+        return _keys(self)[0]
 
     @property
     def key(self) -> str:
         """Of the result: everything that decides it, defaults filled in; not the variant's name."""
-        recipe = self.recipe()
-        learner = section(recipe, "learner", LearnerConfig)
-        actor = section(recipe, "actor", ActorConfig)
-        plan = msgspec.structs.replace(self, variant="", overrides=())
-        training = (
-            learner.ppo_epochs,
-            learner.minibatch_rows,
-            learner.max_tokens_per_microbatch,
-            learner.optimizer,
-            learner.advantage,
-            learner.loss,
-        )
-        sampling = (actor.sampling_params, actor.max_context, actor.group_size)
-        return _hash([_FORMAT, plan, *_warm_sections(recipe), *training, *sampling])
+        return _keys(self)[1]
+
+
+@lru_cache(maxsize=4096)
+def _keys(spec: RunSpec) -> tuple[str, str]:
+    recipe = spec.recipe()
+    learner, actor = section(recipe, "learner", LearnerConfig), section(recipe, "actor", ActorConfig)
+    warm = [
+        section(recipe, "model", ModelConfig),
+        section(recipe, "env", EnvSection),
+        section(recipe, "harness", HarnessConfig),
+        section(recipe, "sft", SFTConfig),
+        section(recipe, "run", RunConfig),
+    ]
+    training = (
+        learner.ppo_epochs,
+        learner.minibatch_rows,
+        learner.max_tokens_per_microbatch,
+        learner.optimizer,
+        learner.advantage,
+        learner.loss,
+    )
+    sampling = (actor.sampling_params, actor.max_context, actor.group_size)
+    plan = msgspec.structs.replace(spec, variant="", overrides=())
+    return _hash([*warm, learner.advantage.turn_discount]), _hash([_FORMAT, plan, *warm, *training, *sampling])
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,7 +269,7 @@ def run_study(spec: RunSpec, model_dir: Path, on_step: Callable[[StepRecord], No
             curve=tuple(curve),
             steps=tuple(records),
             weights=_weights_hash(trainer.model),
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             cpu_s=time.process_time() - cpu,
             wall_s=time.perf_counter() - wall,
         )
@@ -285,16 +295,6 @@ def _record(step: int, batch: TrainingBatch, stats: UpdateStats) -> StepRecord:
         entropy=stats.entropy,
         explained_variance=stats.explained_variance,
     )
-
-
-def _warm_sections(recipe: dict[str, Any]) -> list[Section]:
-    return [
-        section(recipe, "model", ModelConfig),
-        section(recipe, "env", EnvSection),
-        section(recipe, "harness", HarnessConfig),
-        section(recipe, "sft", SFTConfig),
-        section(recipe, "run", RunConfig),
-    ]
 
 
 def _weights_hash(model: VisionLanguageActorCritic) -> str:

@@ -24,8 +24,8 @@ __all__ = ["RunCache", "ensure_runs"]
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[RunSpec, bool], None]
-"""Called with each run that is there and whether it was found in the cache."""
+Progress = Callable[[RunSpec, RunResult, bool], None]
+"""Called with each run that is there, and whether it was found in the cache."""
 
 
 class RunCache:
@@ -61,11 +61,11 @@ def ensure_runs(cache: RunCache, specs: Sequence[RunSpec], workers: int, progres
 
     Each worker runs one thread. An error in a run ends the study, with every finished run kept.
     """
-    found = {spec.key: result for spec in specs if (result := cache.find(spec)) is not None}
+    found = {spec.key: cached for spec in specs if (cached := cache.find(spec)) is not None}
     missing = {spec.key: spec for spec in specs if spec.key not in found}
     for spec in specs:
         if spec.key in found:
-            progress(spec, True)
+            progress(spec, found[spec.key], True)
     if missing:
         # Read when a process starts, so they must be there before the pool is.
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
@@ -77,7 +77,7 @@ def ensure_runs(cache: RunCache, specs: Sequence[RunSpec], workers: int, progres
                 for future in as_completed(futures):
                     result: RunResult = future.result()
                     found[result.key] = result
-                    progress(result.spec, False)
+                    progress(futures[future], result, False)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
