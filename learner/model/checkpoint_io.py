@@ -56,7 +56,7 @@ def save_checkpoint(
         with cuda_as_cpu():
             state = _sharded_state(model, trainer, with_generators=True, is_loading=False)
             # megatron would spawn a manager process for this queue, which outlives a learner that is killed; a save
-            that  # blocks collects its results in this process.
+            # that blocks collects its results in this process.
             filesystem_async._results_queue = queue.SimpleQueue()
             dist_checkpointing.save(state, str(content), content_metadata=dict(_SHARDING))
 

@@ -14,7 +14,7 @@ from vagen.common.errors import ConfigError
 from vagen.common.validation import validate_trajectory
 from vagen.learner.model.parallel import parallel_session
 from vagen.tools.bench import parse_words, run_benchmark
-from vagen.tools.bench.study import Evaluated, RunResult, RunSpec, StudyTrainer, run_study
+from vagen.tools.bench.study import Evaluated, RunResult, RunSpec, StepRecord, StudyTrainer, run_study
 from vagen.tools.bench.study_docs import replace_parts
 from vagen.tools.bench.study_plan import CORRECTIONS, ESTIMATORS, StudyOptions, ablation_runs, grid_runs
 from vagen.tools.bench.study_runs import RunCache, ensure_runs
@@ -156,10 +156,19 @@ def test_plans_hold_every_run_once():
 SUCCESS = {0: (0.8, 0.8, 0.8), 4: (0.8, 0.8, 0.8), 8: (0.72, 0.8, 0.76), 16: (0.7, 0.7, 0.7), 32: (0.4, 0.6, 0.8)}
 
 
-def invented(spec: RunSpec, success: float) -> RunResult:
-    final = Evaluated(version=spec.steps, solved=round(1000 * success), levels=1000, format_rate=1.0)
+def invented(spec: RunSpec, success: float, warm: str = "warm") -> RunResult:
+    numbers = set(StepRecord.__struct_fields__) - {"step", "sampled_at"}
     return RunResult(
-        spec=spec, key=spec.key, final=final, curve=(), steps=(), weights="", torch="2", cpu_s=60.0, wall_s=60.0
+        spec=spec,
+        key=spec.key,
+        final=Evaluated(version=spec.steps, solved=round(1000 * success), levels=1000, format_rate=1.0),
+        curve=(),
+        steps=(StepRecord(step=0, sampled_at=0, **dict.fromkeys(numbers, 0.5)),),
+        warm=warm,
+        weights="",
+        torch="2",
+        cpu_s=60.0,
+        wall_s=60.0,
     )
 
 
@@ -188,6 +197,12 @@ def test_staleness_reports_ratios_with_intervals(study):
     # Ratios .9, 1, .95: mean .95, standard error .05 / sqrt(3), t quantile 4.303.
     assert figures["success_at_8_vs_on_policy"]["value"] == pytest.approx(0.95)
     assert figures["success_at_8_vs_on_policy"]["interval"] == pytest.approx([0.8258, 1.0742], abs=1e-4)
+
+
+def test_runs_of_two_warm_starts_are_not_compared(study):
+    study.keep(invented(grid_runs(StudyOptions())[1], 0.8, warm="another"))
+    with pytest.raises(ConfigError, match="seed 0 began with other weights"):
+        figures_of("staleness", study)
 
 
 def test_ablation_reports_every_estimator(study):

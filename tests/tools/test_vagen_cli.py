@@ -72,7 +72,7 @@ def test_bench_lists_and_measures(make_run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "nothing"], "error: bench nothing: unknown; known are pipeline"),
+        (["bench", "nothing"], "error: bench nothing: unknown; known are ablation, advantages, pipeline, staleness"),
         (["bench", "pipeline", "--option", "x"], "error: --option x: expected key=value"),
         (["bench", "pipeline", "--option", "x=1"], "error: --option x: unknown; known are"),
         (["config", "check", "no-such-recipe"], "error: no-such-recipe: no such file, and no recipe of that name"),

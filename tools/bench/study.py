@@ -157,6 +157,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     final: Evaluated
     curve: tuple[Evaluated, ...]
     steps: tuple[StepRecord, ...]
+    warm: str
+    """Hash of the warm start: runs that are compared must share it."""
     weights: str
     """Hash of the final weights: equal for equal runs, bit by bit."""
     torch: str
@@ -253,6 +255,7 @@ def run_study(spec: RunSpec, model_dir: Path, on_step: Callable[[StepRecord], No
     seed = section(spec.recipe(), "run", RunConfig).seed
     with parallel_session(seed=seed + 1):
         trainer = StudyTrainer(spec, model_dir)
+        warm = _weights_hash(trainer.model)
         curve = [trainer.evaluate(spec.curve_levels)] if spec.curve_levels else []
         records: list[StepRecord] = []
         for step in range(spec.steps):
@@ -268,6 +271,7 @@ def run_study(spec: RunSpec, model_dir: Path, on_step: Callable[[StepRecord], No
             final=final,
             curve=tuple(curve),
             steps=tuple(records),
+            warm=warm,
             weights=_weights_hash(trainer.model),
             torch=str(torch.__version__),
             cpu_s=time.process_time() - cpu,

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from vagen.common.errors import ConfigError
 from vagen.tools.bench import Figure
 from vagen.tools.bench.study import RunResult
 from vagen.tools.bench.study_plan import DEFAULT, PAIRED_STALENESS, STALENESS, UNCORRECTED, Variant
@@ -42,11 +43,20 @@ class Results:
     """Runs by variant, staleness and seed."""
 
     def __init__(self, results: Iterable[RunResult], variants: Sequence[Variant]) -> None:
-        """`variants` name the results: equal runs may have been made under another name."""
+        """`variants` name the results: equal runs may have been made under another name.
+
+        Raises `ConfigError` where runs of one seed began with different weights, as after a change of the warm start.
+        """
         by_overrides = {variant.overrides: variant.name for variant in variants}
         self._runs: dict[tuple[str, int], dict[int, RunResult]] = defaultdict(dict)
         self.all = tuple(results)
+        warm: dict[int, str] = {}
         for result in self.all:
+            if warm.setdefault(result.spec.seed, result.warm) != result.warm:
+                raise ConfigError(
+                    f"{result.key}.json: seed {result.spec.seed} began with other weights than the other runs of that "
+                    "seed; remove the results made before the warm start changed"
+                )
             name = by_overrides.get(result.spec.overrides)
             if name is not None:
                 self._runs[name, result.spec.staleness][result.spec.seed] = result
