@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("actor", "buffer", "common", "configs", "envs", "learner", "tools")
 NAMED_BY_THE_USER = (
-    "torch megatron-core transformer-engine sglang pyzmq msgpack redis transformers gymnasium pillow prometheus-client typer"
-).split()
+    *("torch", "megatron-core", "transformer-engine", "sglang", "pyzmq", "msgpack"),
+    *("redis", "transformers", "gymnasium", "pillow", "prometheus-client", "typer"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +73,15 @@ def test_commands_start_from_the_wheel(wheel, tmp_path, script):
     zipfile.ZipFile(wheel).extractall(unpacked)
     entry = next(unpacked.glob("*.dist-info")) / "entry_points.txt"
     module, attribute = re.search(rf"^{script} = (.+):(.+)$", entry.read_text(), re.M).groups()
-    code = f"import sys; sys.argv[1:] = ['--help']; from {module} import {attribute} as app; app()"
-    # -I keeps the checkout (and its editable install's finder) from shadowing the wheel.
-    launch = f"import sys; sys.path.insert(0, {str(unpacked)!r}); sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
-    done = subprocess.run([sys.executable, "-I", "-c", launch + code], capture_output=True, text=True, timeout=60)
+    # Without the finder of an editable install, which would serve the checkout instead of the wheel.
+    code = f"""
+import sys
+sys.path.insert(0, {str(unpacked)!r})
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.argv[1:] = ["--help"]
+from {module} import {attribute} as app
+app()
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout

@@ -35,7 +35,7 @@ from vagen.learner.batching import RowPreparer
 from vagen.learner.config import LearnerConfig, ModelConfig, SFTConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.parallel import parallel_session
-from vagen.learner.model.tiny import save_tiny_model
+from vagen.learner.model.tiny import Channels, save_tiny_model
 from vagen.learner.sft import SFTData, SFTProgress, train_sft
 from vagen.tools.tiny_tokenizer import CHAT_TEMPLATE, train_tokenizer
 
@@ -139,7 +139,7 @@ def _make_model(
     )
 
 
-def _pixel_statistics(episodes: list[ScriptedEpisode]) -> dict[str, tuple[float, float, float]]:
+def _pixel_statistics(episodes: list[ScriptedEpisode]) -> tuple[Channels, Channels] | None:
     """Mean and standard deviation of the pictures, per channel in [0, 1].
 
     CLIP's, which are those of photographs, would leave drawings of little contrast to small differences of large
@@ -147,10 +147,10 @@ def _pixel_statistics(episodes: list[ScriptedEpisode]) -> dict[str, tuple[float,
     """
     pictures = [image for episode in episodes for turn in episode.turns for image in turn.observation.images]
     if not pictures:
-        return {}
+        return None
     pixels = np.concatenate([np.asarray(picture).reshape(-1, 3) for picture in pictures]) / 255.0
-    mean, std = pixels.mean(axis=0).round(4).tolist(), pixels.std(axis=0).round(4).tolist()
-    return {"mean": tuple(mean), "std": tuple(std)}
+    red, green, blue = zip(pixels.mean(axis=0).round(4).tolist(), pixels.std(axis=0).round(4).tolist(), strict=True)
+    return (red[0], green[0], blue[0]), (red[1], green[1], blue[1])
 
 
 async def _lay_out(

@@ -5,6 +5,7 @@ Owns its sizes. The tokenizer (whose special tokens it needs by name) and the ch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from vagen.common.errors import ConfigError
 from vagen.common.vision import ImageSpec
 from vagen.learner.config import ModelConfig
 
-__all__ = ["save_tiny_model"]
+__all__ = ["Channels", "save_tiny_model"]
+
+Channels = tuple[float, float, float]
 
 
 def save_tiny_model(
@@ -26,13 +29,13 @@ def save_tiny_model(
     *,
     seed: int = 0,
     chat_template: str | None = None,
-    pixel_statistics: dict[str, tuple[float, float, float]] | None = None,
+    pixel_statistics: tuple[Channels, Channels] | None = None,
 ) -> Path:
     """Write the model (float32, seeded), its tokenizer and its image processor config; returns `model_dir`.
 
     The tokenizer must know `<|im_end|>`, `<|vision_start|>`, `<|vision_end|>`, `<|image_pad|>` and `<|video_pad|>`
     (ConfigError otherwise). A `Tokenizer` is saved with `<|im_end|>` as its end-of-sequence token. `pixel_statistics`
-    are `mean` and `std` of the pictures it will see, per RGB channel in [0, 1]; CLIP's by default.
+    are mean and standard deviation of the pictures it will see, per RGB channel in [0, 1]; CLIP's by default.
     """
     target = Path(model_dir)
     target.mkdir(parents=True, exist_ok=True)
@@ -55,8 +58,9 @@ def save_tiny_model(
         merge_size=config.merge_size,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
-        **(pixel_statistics or {}),
     )
+    if pixel_statistics is not None:
+        spec = replace(spec, mean=pixel_statistics[0], std=pixel_statistics[1])
     spec.save(target)
     return target
 

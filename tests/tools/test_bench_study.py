@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +13,9 @@ import torch
 
 from vagen.common.errors import ConfigError
 from vagen.common.validation import validate_trajectory
+from vagen.learner.advantages.batch import AdvantageInputs
+from vagen.learner.advantages.config import AdvantageConfig
+from vagen.learner.advantages.estimate import estimate_advantages
 from vagen.learner.model.parallel import parallel_session
 from vagen.tools.bench import parse_words, run_benchmark
 from vagen.tools.bench.study import Evaluated, RunResult, RunSpec, StepRecord, StudyTrainer, run_study
@@ -149,6 +153,10 @@ def test_plans_hold_every_run_once():
     assert [(run.seed, run.staleness) for run in runs[:6]] == [(0, 0), (0, 4), (0, 8), (0, 16), (0, 32), (1, 0)]
     assert {run.seed for run in runs if run.staleness == 8 and run.variant == "uncorrected"} == set(range(6))
     assert {run.variant for run in runs} == {variant.name for variant in CORRECTIONS}
+    few = {run.variant for run in grid_runs(StudyOptions(full=True, only="plain_ppo,ess"))}
+    assert few == {"default", "plain_ppo", "ess"}
+    with pytest.raises(ConfigError, match="study.only: expected names out of default, uncorrected"):
+        StudyOptions(only="defualt")
     # The estimator of the recipe on fresh data is the on-policy run of the study.
     assert runs[0].key == ablation_runs(options)[0].key
 
@@ -255,3 +263,23 @@ def test_options_after_the_name():
 def test_t_interval_of_three():
     assert t_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
     assert t_interval([1.0]) == (-float("inf"), float("inf"))
+
+
+def test_the_documented_estimator_works(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs" / "estimators.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "documented_credit.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    tokens = torch.zeros(5)
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([1.0, 0.0, 2.0, 0.0, 4.0]),
+        values=tokens,
+        behaviour_logprobs=tokens,
+        proximal_logprobs=tokens,
+        turn_ids=torch.tensor([0, 0, 1, 2, 2]),
+        segment_ids=torch.tensor([0, 0, 0, 1, 1]),
+        bootstrap_values=torch.zeros(2),
+        group_ids=torch.arange(2),
+    )
+    config = AdvantageConfig(name="documented_credit:reward_to_go", whiten=False)
+    assert estimate_advantages(inputs, config).advantages.tolist() == [3.0, 2.0, 2.0, 4.0, 4.0]

@@ -39,7 +39,7 @@ def update_staleness(path: Path, results: Results) -> None:
     figure.write_text(success_figure([line for line in lines if line.points]))
     parts = {
         "headline": _headline(results),
-        "runs": _single_runs([run for k in (0, *STALENESS) for run in results.runs(DEFAULT, k)]),
+        "runs": _single_runs([run for k in (0, *STALENESS) for run in results.headline_runs(k)]),
         "correction": _correction(results),
         "grid": _grid(results),
         "figure": f"![Held-out success against staleness]({figure.name})",
@@ -95,11 +95,8 @@ def _literal(replacement: str) -> Callable[[re.Match[str]], str]:
 def _headline(results: Results) -> str:
     rows = []
     for staleness in (0, *STALENESS):
-        success, ratio, runs = (
-            results.success(DEFAULT, staleness),
-            results.ratio(DEFAULT, staleness),
-            results.runs(DEFAULT, staleness),
-        )
+        success, ratio = results.headline_success(staleness), results.ratio(staleness)
+        runs = results.headline_runs(staleness)
         if success is None or ratio is None:
             continue
         kept = ["1", ""] if staleness == 0 else [f"{ratio.mean:.3f}", _interval(ratio)]

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from vagen.common.config import Section
+from vagen.common.config import Section, require
 from vagen.tools.bench.study import RunSpec
 
 __all__ = [
@@ -37,29 +37,6 @@ PAIRED_STALENESS = 8
 PAIRED_SEEDS = 6
 
 
-class StudyOptions(Section, frozen=True, kw_only=True):
-    """Options of `vagen bench staleness` and `vagen bench ablation`."""
-
-    seeds: PositiveInt = 3
-    full: bool = False
-    """All corrections, and the paired comparison on more seeds."""
-    out: str = "runs/study"
-    """Folder of the cache."""
-    workers: PositiveInt = 2
-    """Processes, of one thread each."""
-    cached: bool = False
-    """Report what is in the cache and train nothing."""
-    docs: str = ""
-    """A markdown file whose generated parts are replaced."""
-    steps: PositiveInt = 64
-    episodes: PositiveInt = 48
-    levels: PositiveInt = 1000
-
-    @property
-    def root(self) -> Path:
-        return Path(self.out)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """One way of training. `title` and `about` are for tables."""
@@ -79,6 +56,42 @@ class Variant:
             episodes=options.episodes,
             levels=options.levels,
         )
+
+
+class StudyOptions(Section, frozen=True, kw_only=True):
+    """Options of `vagen bench staleness` and `vagen bench ablation`."""
+
+    seeds: PositiveInt = 3
+    full: bool = False
+    """All corrections, and the paired comparison on more seeds."""
+    only: str = ""
+    """Names of corrections, separated by commas: with `full`, these alone."""
+    out: str = "runs/study"
+    """Folder of the cache."""
+    workers: PositiveInt = 2
+    """Processes, of one thread each."""
+    cached: bool = False
+    """Report what is in the cache and train nothing."""
+    docs: str = ""
+    """A markdown file whose generated parts are replaced."""
+    steps: PositiveInt = 64
+    episodes: PositiveInt = 48
+    levels: PositiveInt = 1000
+
+    def __post_init__(self) -> None:
+        unknown = set(filter(None, self.only.split(","))) - {variant.name for variant in CORRECTIONS}
+        known = f"names out of {', '.join(variant.name for variant in CORRECTIONS)}"
+        require(not unknown, "study.only", self.only, known)
+
+    @property
+    def root(self) -> Path:
+        return Path(self.out)
+
+    @property
+    def corrections(self) -> tuple[Variant, ...]:
+        """Those that are compared."""
+        names = self.only.split(",")
+        return tuple(variant for variant in CORRECTIONS if not self.only or variant.name in names)
 
 
 _PUBLISHED = "learner.advantage.importance_correction=none"
@@ -146,9 +159,11 @@ def grid_runs(options: StudyOptions) -> list[RunSpec]:
     seeds = range(options.seeds)
     runs = [DEFAULT.run(options, seed, staleness) for seed in seeds for staleness in (0, *STALENESS)]
     if options.full:
-        runs += _paired_runs(options)
-        runs += [variant.run(options, seed, k) for k in (8, 4, 16, 32) for variant in CORRECTIONS for seed in seeds]
-        runs += [PLAIN_PPO.run(options, seed, 0) for seed in seeds]
+        chosen = options.corrections
+        if UNCORRECTED in chosen:
+            runs += _paired_runs(options)
+        runs += [variant.run(options, seed, k) for k in (8, 16, 4, 32) for variant in chosen for seed in seeds]
+        runs += [variant.run(options, seed, 0) for variant in chosen if variant is PLAIN_PPO for seed in seeds]
     return _distinct(runs)
 
 

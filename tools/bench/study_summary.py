@@ -66,16 +66,24 @@ class Results:
         found = self._runs.get((variant.name, staleness), {})
         return [found[seed] for seed in sorted(found)]
 
+    def headline_runs(self, staleness: int) -> list[RunResult]:
+        """The default's runs of the seeds that also ran on-policy, by seed."""
+        base = self._runs.get((DEFAULT.name, 0), {})
+        return [run for run in self.runs(DEFAULT, staleness) if run.spec.seed in base]
+
     def success(self, variant: Variant, staleness: int) -> Sample | None:
         """Held-out success of the last version; None without runs."""
-        runs = self.runs(variant, staleness)
-        return Sample(tuple(run.final.success for run in runs)) if runs else None
+        return _success(self.runs(variant, staleness))
 
-    def ratio(self, variant: Variant, staleness: int) -> Sample | None:
-        """Success over that of the default's on-policy run of the same seed, of the seeds that have both."""
+    def headline_success(self, staleness: int) -> Sample | None:
+        """The same of `headline_runs`."""
+        return _success(self.headline_runs(staleness))
+
+    def ratio(self, staleness: int) -> Sample | None:
+        """The default's success over that of the on-policy run of the same seed, of the seeds that have both."""
         base = self._runs.get((DEFAULT.name, 0), {})
-        pairs = [(run, base[run.spec.seed]) for run in self.runs(variant, staleness) if run.spec.seed in base]
-        return Sample(tuple(run.final.success / on.final.success for run, on in pairs)) if pairs else None
+        runs = self.headline_runs(staleness)
+        return Sample(tuple(run.final.success / base[run.spec.seed].final.success for run in runs)) if runs else None
 
     def correction_gain(self) -> Sample | None:
         """Success with less success without corrected advantages, seed by seed."""
@@ -90,11 +98,11 @@ class Results:
     def staleness_figures(self) -> dict[str, Figure]:
         """The headline: success of the default at each staleness, and the share of on-policy success kept."""
         figures: dict[str, Figure] = {}
-        on_policy = self.success(DEFAULT, 0)
+        on_policy = self.headline_success(0)
         if on_policy is not None:
             figures["success_on_policy"] = on_policy.figure("share of levels")
         for staleness in STALENESS:
-            success, ratio = self.success(DEFAULT, staleness), self.ratio(DEFAULT, staleness)
+            success, ratio = self.headline_success(staleness), self.ratio(staleness)
             if success is None or ratio is None:
                 continue
             figures[f"success_at_{staleness}"] = success.figure("share of levels")
@@ -113,3 +121,7 @@ class Results:
         if gain is not None:
             figures[f"advantage_correction_gain_at_{PAIRED_STALENESS}"] = gain.figure("success, paired difference")
         return figures
+
+
+def _success(runs: Sequence[RunResult]) -> Sample | None:
+    return Sample(tuple(run.final.success for run in runs)) if runs else None
