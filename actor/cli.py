@@ -156,11 +156,12 @@ def _end_with_parent() -> None:
     """Stop this process in order when the pipe on its standard input ends, as it does when the parent dies."""
     import os
     import signal
-    import sys
     import threading
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not sys.stdin: its lock, held by a daemon thread, would abort the interpreter's exit.
+        while os.read(0, 1 << 12):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

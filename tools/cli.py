@@ -99,7 +99,7 @@ def demo(
 
 @app.command("eval")
 def evaluate(
-    engine: Annotated[str, typer.Option(metavar="URL", help="An engine that serves.")],
+    engine: Annotated[str, typer.Option(metavar="URL|local", help="An engine that serves, or one started for this.")],
     model: Annotated[Path, typer.Option(metavar="DIR", help="Model folder; its tokenizer and template are used.")],
     config: Config,
     levels: Annotated[int, typer.Option(help="Held-out levels to play.")] = 1000,
@@ -136,6 +136,7 @@ def evaluate(
             levels=levels,
             greedy=greedy,
             transcripts=transcripts,
+            recipe_arguments=("--config", config, *(word for item in overrides or () for word in ("--set", item))),
         )
         console = Console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal) as bar:

@@ -11,6 +11,7 @@ import asyncio
 import base64
 import dataclasses
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from vagen.actor.child_engine import child_engine
 from vagen.actor.client import HttpEngineClient
 from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
 from vagen.actor.environments import EnvironmentPool
@@ -49,6 +51,7 @@ class EvaluationPlan:
     """What to evaluate, and how."""
 
     engine_url: str
+    """`local` starts a local engine of `model_dir` for the evaluation, with `recipe_arguments` on its command line."""
     model_dir: Path
     env: EnvSection
     harness: HarnessConfig
@@ -57,6 +60,7 @@ class EvaluationPlan:
     greedy: bool = False
     transcripts: int = 0
     first_seed: int = FIRST_SEED
+    recipe_arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.levels >= 1, "levels", self.levels, "int >= 1")
@@ -102,7 +106,21 @@ def evaluate(plan: EvaluationPlan, progress: Progress = lambda played, solved: N
     Raises `ConfigError` for settings that do not fit together, and an `InfrastructureError` when the engine cannot be
     reached or a level fails `MAX_ATTEMPTS` times for a reason outside the policy.
     """
-    return asyncio.run(_evaluate(plan, progress))
+    try:
+        return asyncio.run(_with_engine(plan, progress))
+    except BaseExceptionGroup as group:
+        known, other = group.split(VagenError)
+        if known is None or other is not None:
+            raise
+        raise _first(known) from None
+
+
+async def _with_engine(plan: EvaluationPlan, progress: Progress) -> Evaluation:
+    if plan.engine_url != "local":
+        return await _evaluate(plan, progress)
+    with tempfile.TemporaryDirectory(prefix="vagen-eval-") as folder:
+        async with child_engine(plan.model_dir, Path(folder), plan.recipe_arguments) as url:
+            return await _evaluate(dataclasses.replace(plan, engine_url=url), progress)
 
 
 async def _evaluate(plan: EvaluationPlan, progress: Progress) -> Evaluation:
@@ -120,11 +138,6 @@ async def _evaluate(plan: EvaluationPlan, progress: Progress) -> Evaluation:
         async with asyncio.TaskGroup() as workers:
             for _ in range(num_workers):
                 workers.create_task(_worker(plan, seeds, client, renderer, pool, tally, progress))
-    except BaseExceptionGroup as group:
-        known, other = group.split(VagenError)
-        if known is None or other is not None:
-            raise
-        raise _first(known) from None
     finally:
         await pool.close()
         await client.close()

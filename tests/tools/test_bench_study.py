@@ -8,10 +8,14 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
+from vagen.actor.local_engine.config import EngineConfig
+from vagen.actor.rendering import ChatRenderer, Prompt
 from vagen.common.errors import ConfigError
+from vagen.common.trajectory import SamplingParams
 from vagen.common.validation import validate_trajectory
 from vagen.learner.advantages.batch import AdvantageInputs
 from vagen.learner.advantages.config import AdvantageConfig
@@ -22,6 +26,7 @@ from vagen.tools.bench.study import Evaluated, RunResult, RunSpec, StepRecord, S
 from vagen.tools.bench.study_docs import replace_parts
 from vagen.tools.bench.study_plan import CORRECTIONS, ESTIMATORS, StudyOptions, ablation_runs, grid_runs
 from vagen.tools.bench.study_runs import RunCache, ensure_runs
+from vagen.tools.bench.study_sampler import StudySampler
 from vagen.tools.statistics import t_interval
 
 TINY = ("sft.steps=4", "sft.turns=80", "actor.max_new_tokens=6", "env.config.max_turns=3", "learner.minibatch_rows=8")
@@ -82,6 +87,27 @@ def test_staleness_is_exact(model, staleness, versions):
                 assert stats.ratio.stale.mean_abs_log_ratio > 1e-3
             for trajectory in batch.trajectories:
                 validate_trajectory(trajectory)
+
+
+def test_a_response_does_not_depend_on_what_runs_beside_it(model):
+    renderer = ChatRenderer.load(model)
+    # With a third of the vocabulary as ends, slots empty at every step.
+    renderer.stop_token_ids = tuple(range(0, 300, 3))
+    forbidden = renderer.vision.forbidden_token_ids
+    generator = np.random.default_rng(0)
+    prompts = [Prompt(generator.integers(10, 200, size).tolist(), ()) for size in (3, 9, 5, 7, 12, 4, 8, 6) * 3]
+    sampling, seeds = SamplingParams(max_new_tokens=12), list(range(24))
+
+    def answers(slots: int):
+        sampler = StudySampler(model, renderer, EngineConfig(max_running=slots, max_context=64), forbidden)
+        return sampler.generate(prompts, seeds, sampling)
+
+    together, alone = answers(24), answers(1)
+    assert len({len(answer.token_ids) for answer in alone}) > 3
+    for one, other in zip(together, alone, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert (one.finish_reason == "stop") == (one.token_ids[-1] % 3 == 0)
 
 
 def test_groups_share_a_level_and_nothing_else(model):

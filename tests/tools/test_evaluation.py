@@ -133,3 +133,16 @@ def test_an_engine_that_dies_fails_the_evaluation_instead_of_shortening_it(model
         assert not out.exists()
     finally:
         supervisor.stop_all()
+
+
+def test_a_local_engine_is_started_for_the_evaluation_alone(model):
+    done = run_eval("local", model, "--levels", "4")
+    assert done.returncode == 0, done.stderr
+    assert "on 4 held-out levels" in done.stdout
+
+
+def test_a_local_engine_that_cannot_start_says_why(tmp_path):
+    done = run_eval("local", tmp_path / "nothing", "--levels", "4")
+    assert done.returncode == 1
+    assert "Fatal Python error" not in done.stderr
+    assert done.stderr.startswith("error: ") and str(tmp_path / "nothing") in done.stderr
