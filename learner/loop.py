@@ -8,6 +8,7 @@
     publish   every `publish_every` steps: the weights become the version of step s + 1; each member costs at most the
     broadcast
               time-out. Then the probe compares engine and learner at exactly that version.
+    record    one line and the metrics of the step, before the checkpoint that makes it durable.
     save      every `checkpoint_every` steps, or when claimed batches fill half of the buffer: once the checkpoint is
     durable,
               `done` frees the steps it contains.
@@ -66,6 +67,8 @@ class Learner:
     """Callable (Probe, url, version) -> mean |engine - learner| log-probability on the probe."""
     _trained: list[int] = field(default_factory=list)
     _skipped_in_a_row: int = 0
+    _saving_s: float = 0.0
+    """Of the checkpoint since the last recorded step."""
 
     def run(self) -> int:
         """Train up to `total_steps`, or until `stop`; returns the step reached. Leaves a checkpoint of it."""
@@ -94,11 +97,10 @@ class Learner:
             with clock.stage("probe"):
                 if published is not None:
                     mismatch = self._check_engine(published)
-            with clock.stage("checkpoint"):
-                if self._is_checkpoint_due(step + 1):
-                    self._save(step + 1)
             self._record(step, feed, stats, published, mismatch, clock)
             step += 1
+            if self._is_checkpoint_due(step):
+                self._save(step)
         if self._trained:
             self._save(step)
         return step
@@ -151,6 +153,7 @@ class Learner:
 
     def _save(self, step: int) -> None:
         """A checkpoint before `step`, and then, when it is durable, `done` for the steps it contains."""
+        started = time.perf_counter()
         path = self.checkpoints.path_of(step)
         if not path.exists():
             record = {
@@ -163,6 +166,7 @@ class Learner:
             self.store.done(self._trained)
             self.checkpoints.prune()
         self._trained.clear()
+        self._saving_s = time.perf_counter() - started
 
     def _give_up_on_skips(self, stats: UpdateStats) -> None:
         if stats.skipped_updates < stats.num_updates:
@@ -186,7 +190,14 @@ class Learner:
     ) -> None:
         if not self.is_first_rank:
             return
-        seconds = {**clock.seconds, **stats.seconds, "prepare": feed.seconds["prepare"], "total": clock.total}
+        saving_s, self._saving_s = self._saving_s, 0.0
+        seconds = {
+            **clock.seconds,
+            **stats.seconds,
+            "prepare": feed.seconds["prepare"],
+            "checkpoint": saving_s,
+            "total": clock.total,
+        }
         line = self.journal.write(step, feed, stats, published, mismatch, seconds)
         logger.info(
             "step %d version %d: success %.3f, reward %.3f, staleness %s, ess %.2f, %.2f s",

@@ -1,0 +1,141 @@
+"""A pipeline of real processes, started as a person would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vagen.buffer.accounting import Accounting, audit
+from vagen.common.config import read_recipe
+from vagen.tools.child import ProcessSpec
+from vagen.tools.launch import ENVIRONMENT, Launcher, assign_ports
+from vagen.tools.runs import RunDir
+from vagen.tools.sft import run_sft
+
+OVERRIDES = (
+    "run.name=pipeline",
+    "sft.turns=400",
+    "sft.steps=40",
+    "actor.concurrency=16",
+    "actor.drain_s=20",
+    "buffer.lease_s=5",
+    "buffer.heartbeat_timeout_s=3",
+    "learner.total_steps=100000",
+    "learner.batch_size=16",
+    "learner.minibatch_rows=64",
+    "learner.checkpoint_every=2",
+    "learner.broadcast.broadcast_timeout_s=5",
+)
+
+
+class Pipeline:
+    """The processes of one run, started as a person would."""
+
+    def __init__(self, root: Path, model: Path, overrides: Sequence[str]) -> None:
+        self.run = RunDir(root)
+        self._launcher = Launcher(self.run)
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        recipe = read_recipe("frozenlake", [*OVERRIDES, *overrides])
+        assign_ports(recipe)
+        self._port = recipe["engine"]["port"]
+        self.run.root.mkdir(parents=True)
+        self.run.recipe.write_text(yaml.safe_dump(recipe))
+        shutil.copytree(model, self.run.model)
+
+    def spec(self, name: str) -> ProcessSpec:
+        if name == "engine":
+            return self._launcher.engine(self._port)
+        if name == "learner":
+            return self._launcher.learner(lambda: False)
+        spec: ProcessSpec = getattr(self._launcher, name)()
+        return spec
+
+    def start(self, name: str, timeout_s: float = 90.0) -> None:
+        spec = self.spec(name)
+        self.run.ready(name).unlink(missing_ok=True)
+        log = (self.run.root / f"{name}.out").open("ab")
+        self._children[name] = subprocess.Popen(spec.argv, stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT})
+        self.wait(self.run.ready(name).exists, f"{name} to serve", timeout_s)
+
+    def kill(self, name: str) -> None:
+        self._children[name].kill()
+        self._children[name].wait(10)
+
+    def stop(self, name: str, timeout_s: float = 60.0) -> int:
+        self._children[name].send_signal(signal.SIGTERM)
+        return self._children[name].wait(timeout_s)
+
+    def wait_for_end(self, name: str, timeout_s: float = 60.0) -> None:
+        assert self._children[name].wait(timeout_s) == 0, self.tail(name)
+
+    def wait(self, holds: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            for name, child in self._children.items():
+                if child.poll() not in (None, 0, -signal.SIGKILL):
+                    pytest.fail(f"{name} ended with {child.returncode}:\n{self.tail(name)}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited {timeout_s} s for {what}; learner:\n{self.tail('learner')}")
+            time.sleep(0.05)
+
+    def tail(self, name: str) -> str:
+        return "\n".join((self.run.root / f"{name}.out").read_text().splitlines()[-15:])
+
+    def lines(self) -> list[dict]:
+        file = self.run.root / "learner" / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait_for_steps(self, count: int, timeout_s: float = 120.0) -> None:
+        """Further lines of the learner, those of repeated steps among them."""
+        target = len(self.lines()) + count
+        self.wait(lambda: len(self.lines()) >= target, f"{count} further steps", timeout_s)
+
+    def audit(self) -> Accounting:
+        return audit(json.loads(self.run.ready("buffer").read_text())["redis_url"], "pipeline")
+
+    def drain_and_audit(self) -> Accounting:
+        """Stop the actor in order, then compare both sides of the identity."""
+        assert self.stop("actor") == 0
+        accounting = self.audit()
+        self.start("actor")
+        return accounting
+
+    def close(self) -> None:
+        for name in ("actor", "learner", "engine", "buffer"):
+            if name in self._children and self._children[name].poll() is None:
+                self.stop(name)
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory) -> Path:
+    """The recipe's model, hardly warmed up."""
+    directory = tmp_path_factory.mktemp("warm") / "model"
+    run_sft(read_recipe("frozenlake", OVERRIDES), directory, on_step=lambda progress: None)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def run_pipeline(small_model, tmp_path_factory):
+    """Starts all processes of a recipe with overrides; stops them when the block ends."""
+
+    @contextmanager
+    def run(overrides: Sequence[str] = ()) -> Iterator[Pipeline]:
+        pipeline = Pipeline(tmp_path_factory.mktemp("run") / "run", small_model, overrides)
+        try:
+            for name in ("buffer", "engine", "learner", "actor"):
+                pipeline.start(name)
+            yield pipeline
+        finally:
+            pipeline.close()
+
+    return run
