@@ -20,15 +20,16 @@ _CONFIG_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vi
 def vision_tokens(model_dir: str | Path) -> VisionTokens | None:
     """The vision vocabulary of a transformers model directory; None for a text-only model.
 
-    The ids that config.json names, and those of Qwen's vision tokens in tokenizer.json. Raises `ConfigError` for a
-    file that is missing or malformed.
+    The ids that config.json names, and those of Qwen's vision tokens in tokenizer.json where there is one. Raises
+    `ConfigError` for a file that is missing or malformed.
     """
     folder = Path(model_dir)
     config = _read(folder / "config.json")
     image_token_id = config.get("image_token_id")
     if image_token_id is None:
         return None
-    added = _read(folder / "tokenizer.json").get("added_tokens", [])
+    tokenizer = folder / "tokenizer.json"
+    added = _read(tokenizer).get("added_tokens", []) if tokenizer.is_file() else []
     ids = {token["content"]: token["id"] for token in added}
     forbidden = {config.get(key) for key in _CONFIG_KEYS} | {ids.get(name) for name in _TOKEN_NAMES}
     return VisionTokens(

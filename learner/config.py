@@ -40,14 +40,9 @@ class BroadcastConfig(Section, frozen=True, kw_only=True):
 
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What becomes of running requests: computed anew under the new weights, kept with their old KV cache, or ended."""
-    topology: Literal["star"] = "star"
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """`auto`: NCCL where the tensors and the engine are on GPUs."""
     bucket_bytes: PositiveInt = 512 << 20
     broadcast_timeout_s: PositiveFloat = 20.0
     """What a dead or hung engine costs a publish at most."""
-    master_address: str | None = None
-    """Where engines reach this process; None = the address that faces the engine."""
     admin_api_key: str | None = None
     """The engines' key for pausing and weights."""
     api_key: str | None = None

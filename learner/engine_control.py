@@ -91,7 +91,7 @@ def probe_engine(url: str, prompts: Sequence[ProbePrompt], version: int, config:
 
     async def sample_all() -> list[ProbeAnswer]:
         async with open_session() as session:
-            control = EngineControl(session, url, config.admin_api_key)
+            control = EngineControl(session, url, config.api_key)
             async with asyncio.timeout(config.broadcast_timeout_s):
                 answers = await asyncio.gather(*(control.post("/generate", _probe_body(p)) for p in prompts))
         return [_parse_probe(url, answer, str(version)) for answer in answers]

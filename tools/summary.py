@@ -39,7 +39,10 @@ def build_summary(run: RunDir) -> dict[str, Any]:
     demo = section(recipe, "demo", DemoConfig)
     steps = run.read_steps()
     before, after = run.read_evaluation("before"), run.read_evaluation("after")
-    mismatches = [m for record in steps if (m := record.probe_mismatch) is not None and math.isfinite(m)]
+    probed = [record.probe_mismatch for record in steps]
+    # The first batch is of the learner's own version entirely: it shows engine against learner without staleness.
+    probed += [record.mismatch_current_version for record in steps if record.step == 0]
+    mismatches = [value for value in probed if value is not None and math.isfinite(value)]
     cpu_seconds = state.cpu_seconds if state else {}
     return {
         "config": state.config if state else None,

@@ -29,8 +29,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Padded prompt tokens of one forward pass: bounds how long running requests wait for arrivals."""
     image_cache_bytes: int = 64 << 20
     """Of each of two caches, patches and features; the second is emptied whenever the weights change. 0 = off."""
-    seed: int = 0
-    """Of requests that bring no `sampling_seed`."""
+    seed: int | None = None
+    """Of requests that bring no `sampling_seed`; none draws one at each start, so that no two engines sample alike."""
     api_key: str | None = None
     """Bearer token for everything but administration; None = open."""
     admin_api_key: str | None = None
@@ -50,7 +50,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
         device = self.device.partition(":")[0]
         require(device in ("cpu", "cuda"), "engine.device", self.device, "cpu, cuda or cuda:N")
         require(self.image_cache_bytes >= 0, "engine.image_cache_bytes", self.image_cache_bytes, "int >= 0")
-        require(self.seed >= 0, "engine.seed", self.seed, "int >= 0")
+        require(self.seed is None or self.seed >= 0, "engine.seed", self.seed, "null or int >= 0")
         for name in ("num_threads", "max_running", "max_waiting", "max_new_tokens_limit", "max_prefill_tokens"):
             require(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "int >= 1")
         require(self.max_context >= 2, "engine.max_context", self.max_context, "int >= 2")

@@ -63,7 +63,7 @@ class Engine:
         self._on_finished = on_finished
         self._on_pause_expired = on_pause_expired
         self._on_died = on_died
-        forbidden = model.vision_tokens.forbidden if model.vision_tokens is not None else ()
+        forbidden = model.vision_tokens.forbidden_token_ids if model.vision_tokens is not None else ()
         self._sampler = Sampler(model.vocab_size, forbidden, model.device)
         self._features = ByteBoundedCache[Tensor](config.image_cache_bytes)
         # The server bounds the requests that it lets in, administrators are few.

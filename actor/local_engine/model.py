@@ -27,28 +27,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from vagen.actor.local_engine.config import EngineConfig
 from vagen.common.errors import ConfigError
+from vagen.common.trajectory import VisionTokens
 from vagen.common.vision import BatchedVisionTower, Grid, ImageSpec
+from vagen.common.vocabulary import vision_tokens
 
-__all__ = ["EngineModel", "VisionTokens"]
+__all__ = ["EngineModel"]
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class VisionTokens:
-    """Ids of the special tokens around images."""
-
-    image: int
-    video: int
-    start: int
-    end: int
-
-    @property
-    def forbidden(self) -> tuple[int, ...]:
-        """Ids that are never sampled: a row of text with one of them could not be trained on."""
-        return (self.image, self.video, self.start, self.end)
 
 
 @dataclass(frozen=True)
@@ -81,12 +68,11 @@ class EngineModel:
         self.is_tied = self.hf.lm_head.weight is self._text.embed_tokens.weight
         self.eos_token_ids = _eos_token_ids(self.hf)
         self.vision_tokens: VisionTokens | None = None
+        self.video_token_id = -1
         self.image_spec: ImageSpec | None = None
         if is_vl:
-            raw = self.hf.config
-            self.vision_tokens = VisionTokens(
-                raw.image_token_id, raw.video_token_id, raw.vision_start_token_id, raw.vision_end_token_id
-            )
+            self.vision_tokens = vision_tokens(model_dir)
+            self.video_token_id = int(self.hf.config.video_token_id)
             self.image_spec = ImageSpec.load(model_dir)
             self._visual = BatchedVisionTower(self.hf.model.visual)
         self._num_heads = int(text.num_attention_heads)
@@ -129,7 +115,7 @@ class EngineModel:
         x = F.embedding(flat_ids, self._text.embed_tokens.weight)
         if features:
             assert self.vision_tokens is not None
-            where = torch.from_numpy(np.flatnonzero(ids == self.vision_tokens.image)).to(self.device)
+            where = torch.from_numpy(np.flatnonzero(ids == self.vision_tokens.image_token_id)).to(self.device)
             x.index_copy_(0, where, torch.cat(tuple(features)))
         cos, sin = self._rotation(torch.from_numpy(positions.reshape(3, -1)).to(self.device))
         group = self._num_heads // self._num_kv_heads

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vagen.actor.local_engine.cache import ByteBoundedCache
-from vagen.actor.local_engine.model import VisionTokens
 from vagen.common.errors import ObservationError
-from vagen.common.trajectory import content_hash
+from vagen.common.trajectory import VisionTokens, content_hash
 from vagen.common.vision import Grid, ImageSpec, mrope_positions, preprocess_image
 
 __all__ = ["BadRequest", "GenerateBody", "ImageInput", "Request", "RequestFactory", "SamplingParams"]
@@ -161,15 +160,17 @@ class RequestFactory:
         max_new_tokens_limit: int,
         eos_token_ids: Sequence[int],
         vision_tokens: VisionTokens | None,
+        video_token_id: int,
         image_spec: ImageSpec | None,
         image_cache_bytes: int,
-        seed: int,
+        seed: int | None,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_context = max_context
         self._max_new_tokens_limit = max_new_tokens_limit
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vision_tokens = vision_tokens
+        self._video_token_id = video_token_id
         self._image_spec = image_spec
         self._images = ByteBoundedCache[ImageInput](image_cache_bytes)
         self._seeds = np.random.default_rng(seed)
@@ -251,9 +252,9 @@ class RequestFactory:
         prompt = np.array(ids, dtype=np.int64)
         if self._vision_tokens is None:
             return prompt, 0
-        if self._vision_tokens.video in ids:
+        if self._video_token_id in ids:
             raise BadRequest("input_ids: video placeholders are not supported")
-        where = np.flatnonzero(prompt == self._vision_tokens.image)
+        where = np.flatnonzero(prompt == self._vision_tokens.image_token_id)
         if len(where) != len(images):
             adjacent = " (one placeholder an image, do not expand them)" if (np.diff(where) == 1).any() else ""
             raise BadRequest(f"input_ids: {len(where)} image placeholders for {len(images)} images{adjacent}")
@@ -270,7 +271,7 @@ class RequestFactory:
         return mrope_positions(
             prompt,
             [image.grid for image in images],
-            image_token_id=self._vision_tokens.image,
+            image_token_id=self._vision_tokens.image_token_id,
             merge_size=self._image_spec.merge_size,
         )
 

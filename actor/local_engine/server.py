@@ -86,6 +86,7 @@ class EngineServer:
             max_new_tokens_limit=config.max_new_tokens_limit,
             eos_token_ids=model.eos_token_ids,
             vision_tokens=model.vision_tokens,
+            video_token_id=model.video_token_id,
             image_spec=model.image_spec,
             image_cache_bytes=config.image_cache_bytes,
             seed=config.seed,
@@ -268,7 +269,7 @@ class EngineServer:
 
     async def _server_info(self, _: web.Request) -> web.Response:
         model = self._model
-        forbidden = model.vision_tokens.forbidden if model.vision_tokens is not None else ()
+        forbidden = model.vision_tokens.forbidden_token_ids if model.vision_tokens is not None else ()
         return _json(
             {
                 "kind": "local",

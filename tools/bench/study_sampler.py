@@ -49,7 +49,7 @@ class StudySampler:
         self._model = EngineModel(model_dir, config)
         if self._model.vision_tokens is None or self._model.image_spec is None:
             raise ConfigError(f"{model_dir}: the study needs a vision-language model")
-        self._image_token_id = self._model.vision_tokens.image
+        self._image_token_id = self._model.vision_tokens.image_token_id
         self._image_spec = self._model.image_spec
         self._sampler = Sampler(self._model.vocab_size, forbidden_token_ids, self._model.device)
         self._stop = frozenset(renderer.stop_token_ids) | frozenset(self._model.eos_token_ids)
