@@ -36,16 +36,21 @@ def run(
 
     Under torchrun every rank runs this command; tensor and data parallelism follow from the world size.
     """
+    from vagen.buffer.learner_store import LearnerStore
     from vagen.common.config import RunConfig, read_recipe, section
     from vagen.common.errors import VagenError
     from vagen.common.logging import setup_logging
+    from vagen.common.vocabulary import vision_tokens
     from vagen.learner.config import LearnerConfig
 
     try:
         recipe = read_recipe(config, set_ or [])
         section(recipe, "learner", LearnerConfig)
-        level = section(recipe, "run", RunConfig).log_level
-        setup_logging(level, run_dir / "learner" / "learner.log")
+        settings = section(recipe, "run", RunConfig)
+        vision_tokens(model)
+        # Nobody should wait for torch's import to hear that the buffer is not there.
+        LearnerStore.connect(redis, settings.name).close()
+        setup_logging(settings.log_level, run_dir / "learner" / "learner.log")
 
         from vagen.learner.startup import run_learner
 
