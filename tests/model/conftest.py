@@ -19,7 +19,7 @@ IMAGE, VISION_START, VISION_END = 500, 502, 503
 SaveModel = Callable[..., tuple[Any, Path]]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def single_process() -> Iterator[None]:
     torch.set_num_threads(1)
     with parallel.parallel_session():
