@@ -39,8 +39,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     entropy_bonus: float = 0.0
     weighting: Literal["token", "turn", "sequence"] = "token"
     """What counts equally: every token, every turn or every sequence."""
-    ess_power: float = 0.0
-    """The step size is multiplied by the effective sample size (a share) to this power: 0 off, 0.5 for Adam (VCPO)."""
+    ess_power: float = 1.0
+    """The step size is multiplied by the effective sample size (a share) to this power: 0 off, 0.5 as in VCPO."""
     value_loss: Literal["mse", "smooth_l1"] = "smooth_l1"
     value_weight: float = 0.5
     value_clip: float | None = None
