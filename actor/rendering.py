@@ -30,7 +30,7 @@ from vagen.actor.messages import Conversation, Message, Picture
 from vagen.common.errors import ConfigError, ObservationError
 from vagen.common.grids import ImageGeometry
 from vagen.common.trajectory import ImageRef, VisionTokens
-from vagen.common.vocabulary import vision_tokens
+from vagen.common.vocabulary import read_model_json, vision_tokens
 
 _RESPONSE_MARK = "\ue000response\ue001"
 _CACHE_ENTRIES = 4096
@@ -96,8 +96,8 @@ class ChatRenderer:
         folder = Path(model_dir)
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such model folder")
-        config = _read_json(folder / "config.json")
-        settings = _read_json(folder / "tokenizer_config.json")
+        config = read_model_json(folder / "config.json")
+        settings = read_model_json(folder / "tokenizer_config.json")
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path}: no such file; a fast tokenizer is needed")
@@ -282,24 +282,12 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid json: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected an object, got {type(raw).__name__}")
-    return raw
-
-
 def _find_template(folder: Path, settings: dict[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text()
     if (folder / "chat_template.json").is_file():
-        settings = _read_json(folder / "chat_template.json")
+        settings = read_model_json(folder / "chat_template.json")
     template = settings.get("chat_template")
     if not isinstance(template, str):
         raise ConfigError(f"{path}: no such file, and tokenizer_config.json has no chat_template")
@@ -312,7 +300,7 @@ def _token_text(token: object) -> str:
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> list[int]:
     path = folder / "generation_config.json"
-    sources = [_read_json(path)] if path.is_file() else []
+    sources = [read_model_json(path)] if path.is_file() else []
     for source in (*sources, config, config.get("text_config") or {}):
         eos = source.get("eos_token_id")
         if eos is not None:

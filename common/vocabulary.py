@@ -24,12 +24,12 @@ def vision_tokens(model_dir: str | Path) -> VisionTokens | None:
     `ConfigError` for a file that is missing or malformed.
     """
     folder = Path(model_dir)
-    config = _read(folder / "config.json")
+    config = read_model_json(folder / "config.json")
     image_token_id = config.get("image_token_id")
     if image_token_id is None:
         return None
     tokenizer = folder / "tokenizer.json"
-    added = _read(tokenizer).get("added_tokens", []) if tokenizer.is_file() else []
+    added = read_model_json(tokenizer).get("added_tokens", []) if tokenizer.is_file() else []
     ids = {token["content"]: token["id"] for token in added}
     forbidden = {config.get(key) for key in _CONFIG_KEYS} | {ids.get(name) for name in _TOKEN_NAMES}
     return VisionTokens(
@@ -39,7 +39,8 @@ def vision_tokens(model_dir: str | Path) -> VisionTokens | None:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
+    """One JSON object of a model directory. Raises `ConfigError` for a file that is missing or malformed."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; a model directory needs it")
     try:
