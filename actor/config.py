@@ -5,10 +5,12 @@ The engine's own section belongs to `vagen.actor.local_engine`, `run` to `vagen.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from vagen.common.config import Section, require
 from vagen.common.trajectory import SamplingParams
+
+RewardPlacement: TypeAlias = Literal["turn_end", "section_end"]
 
 _BIASED = "{} (truncated sampling changes the distribution, which biases the importance ratio)"
 
@@ -55,6 +57,9 @@ class ActorConfig(Section, frozen=True, kw_only=True):
     group_size: int = 1
     """Consecutive tasks that share a seed."""
     base_seed: int = 0
+    reward_placement: RewardPlacement = "turn_end"
+    """Token at which a reward component is paid: the turn's last, or the last of the section that the component judges
+    (`vagen.envs.parsing.REWARD_SECTIONS`). Whole-turn components and malformed responses are paid at the turn's end."""
     window: int = 32
     """Trajectories that may be sent and unacked."""
     spool_max_bytes: int = 1 << 30

@@ -15,7 +15,7 @@ from typing import TypeVar
 from ulid import ULID
 
 from vagen.actor.client import EngineClient, Generation
-from vagen.actor.config import ActorConfig
+from vagen.actor.config import ActorConfig, RewardPlacement
 from vagen.actor.harness.base import Harness
 from vagen.actor.messages import Message, Picture, Response, observation_message
 from vagen.actor.recorder import Recorder
@@ -109,12 +109,13 @@ async def run_episode(
     client: EngineClient,
     renderer: ChatRenderer,
     limits: EpisodeLimits,
+    reward_placement: RewardPlacement = "turn_end",
 ) -> EpisodeResult:
     """Play one episode.
 
     Raises `EnvironmentFailure` or an `EngineError`; the environment is then only good for `close`.
     """
-    return await _Episode(task, env, harness, client, renderer, limits).run()
+    return await _Episode(task, env, harness, client, renderer, limits, reward_placement).run()
 
 
 class _Episode:
@@ -126,6 +127,7 @@ class _Episode:
         client: EngineClient,
         renderer: ChatRenderer,
         limits: EpisodeLimits,
+        reward_placement: RewardPlacement,
     ) -> None:
         self._task = task
         self._env = env
@@ -133,7 +135,7 @@ class _Episode:
         self._client = client
         self._renderer = renderer
         self._limits = limits
-        self._recorder = Recorder(renderer)
+        self._recorder = Recorder(renderer, reward_placement)
         self._turns: list[TranscriptTurn] = []
         self._episode_id = str(ULID())
         self._engine = client.identity

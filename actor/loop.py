@@ -173,7 +173,9 @@ class ActorLoop:
         started = time.monotonic()
         try:
             harness = make_harness(self._harness)
-            result = await run_episode(task, env, harness, self._client, self._renderer, self._limits)
+            result = await run_episode(
+                task, env, harness, self._client, self._renderer, self._limits, self._config.reward_placement
+            )
             is_good = True
             self._failures = 0
             validate_trajectory(result.trajectory)

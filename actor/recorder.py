@@ -1,7 +1,8 @@
 """Rows, turns and rewards of one episode, derived from what was sent to the engine and what it sampled.
 
 A prompt that continues everything a row holds extends that row; any other prompt opens a new one. So each distinct
-context is a row of its own, whatever the harness does, and each sampled token is a policy token exactly once.
+context is a row of its own, whatever the harness does, and each sampled token is a policy token exactly once. Owns at
+which token a reward is paid; how much is the environment's.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vagen.actor.client import Generation
+from vagen.actor.config import RewardPlacement
 from vagen.actor.messages import Picture
 from vagen.actor.rendering import ChatRenderer, Prompt
 from vagen.common.trajectory import BootstrapPrompt, ImageRef, RewardEntry, Row, Turn
 from vagen.envs.base import ParsedResponse
+from vagen.envs.parsing import judged_section_end
 
 
 @dataclass(slots=True)
@@ -74,8 +77,9 @@ class _OpenRow:
 class Recorder:
     """Records one episode, turn by turn: `add_response`, then `add_outcome`."""
 
-    def __init__(self, renderer: ChatRenderer) -> None:
+    def __init__(self, renderer: ChatRenderer, reward_placement: RewardPlacement = "turn_end") -> None:
         self._renderer = renderer
+        self._reward_placement = reward_placement
         self._rows: list[_OpenRow] = []
         self._turns: list[Turn] = []
         self._rewards: list[RewardEntry] = []
@@ -94,7 +98,11 @@ class Recorder:
     def add_outcome(
         self, parsed: ParsedResponse, reward: Mapping[str, float], metrics: Mapping[str, float], env_s: float
     ) -> None:
-        """Record what the environment made of the response; each component is paid at its last token."""
+        """Record what the environment made of the response.
+
+        Each reward component is paid at the turn's last token or, with `section_end`, at the last token of the section
+        that it judges.
+        """
         generation, self._generation = self._generation, None
         assert generation is not None, "add_response() first"
         start, end = self._span
@@ -115,9 +123,23 @@ class Recorder:
             )
         )
         self._rewards += [
-            RewardEntry(component=component, row=row, token=end - 1, value=float(value))
+            RewardEntry(
+                component=component,
+                row=row,
+                token=start + self._num_tokens_judged(component, generation, parsed) - 1,
+                value=float(value),
+            )
             for component, value in reward.items()
         ]
+
+    def _num_tokens_judged(self, component: str, generation: Generation, parsed: ParsedResponse) -> int:
+        """Leading tokens of the response that decide a reward component."""
+        if self._reward_placement == "section_end":
+            response = self._renderer.decode(generation.token_ids)
+            end = judged_section_end(component, response, parsed.sections)
+            if end is not None:
+                return self._renderer.num_tokens_spelling(generation.token_ids, end)
+        return len(generation.token_ids)
 
     def rows(self) -> tuple[Row, ...]:
         """All rows, as arrays."""

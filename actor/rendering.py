@@ -10,6 +10,7 @@ torch, which an actor has no use for. A test holds both to the same ids.
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from collections import OrderedDict
@@ -149,6 +150,20 @@ class ChatRenderer:
         """The text of a response, without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def num_tokens_spelling(self, token_ids: Sequence[int], num_characters: int) -> int:
+        """The fewest leading tokens of a response whose text begins with its first `num_characters` characters.
+
+        Exact for the ids as sampled, which their text need not encode to: prefixes of the ids are decoded, nothing is
+        encoded. A token may end inside a character of several bytes, which then decodes to a replacement; so the last
+        character wanted must be ASCII.
+        """
+        wanted = self.decode(token_ids)[:num_characters]
+
+        def spells(count: int) -> bool:
+            return self.decode(token_ids[:count]).startswith(wanted)
+
+        return bisect.bisect_left(range(len(token_ids)), True, key=spells)
 
     def picture_tokens(self, picture: Picture) -> int:
         """Placeholders that a picture takes in a row."""

@@ -42,6 +42,7 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_learner_tokens_total": ("Tokens trained on, by role: policy or context", ("role",)),
     "vagen_learner_seconds_total": ("Seconds of the learner by stage", ("stage",)),
     "vagen_learner_publishes_total": ("Publishes by outcome", ("outcome",)),
+    "vagen_learner_alarms_total": ("Collapse alarms raised", ("alarm",)),
     "vagen_learner_skipped_steps_total": ("Optimizer steps skipped for a non-finite gradient", ()),
 }
 

@@ -1,7 +1,7 @@
 """Response formats and the actions inside a response.
 
-Owns the table of formats and the strict match; knows no environment's actions and gives no rewards. The caller strips
-the model's end-of-turn token before parsing.
+Owns the table of formats, the strict match, and which section a reward component judges; knows no environment's actions
+and gives no rewards. The caller strips the model's end-of-turn token before parsing.
 """
 
 from __future__ import annotations
@@ -69,6 +69,28 @@ class ResponseFormat:
 
 
 FORMATS: Mapping[str, ResponseFormat] = {name: ResponseFormat(name, tags) for name, tags in _FORMATS.items()}
+
+REWARD_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "state_estimation": ("observation", "perception"),
+    "transition_modeling": ("prediction",),
+}
+"""Reward component -> the sections it may judge, whichever the format has. One named like a section judges that one."""
+
+
+def judged_section_end(component: str, response: str, sections: Mapping[str, str]) -> int | None:
+    """Characters of `response` up to and with the closing tag of the section that a reward component judges.
+
+    `sections` are those of the parsed response: none when it is malformed. None for a component that judges the whole
+    turn, and where its section is missing.
+    """
+    for name in REWARD_SECTIONS.get(component, (component,)):
+        closing = f"</{name}>"
+        # No tag of a format occurs inside a section, so the last one is its own whatever thinking came before.
+        start = response.rfind(closing) if name in sections else -1
+        if start >= 0:
+            return start + len(closing)
+    return None
+
 
 _UNANCHORED_ANSWER = re.compile(rf"<{ANSWER}>((?:(?!</?{ANSWER}>).)*)</{ANSWER}>", re.DOTALL)
 

@@ -62,6 +62,10 @@ class TrainingBatch:
     group_ids: torch.Tensor
     num_groups: int
     """Groups of the global batch."""
+    task_ids: torch.Tensor
+    """int64 [B]: numbers of the trajectories' tasks."""
+    num_tasks: int | None
+    """Tasks of the run; None where the numbers are this batch's own and mean nothing to other ranks."""
     temperature: float
     trajectories: list[Trajectory]
 
@@ -175,12 +179,18 @@ class RowPreparer:
 
 
 def prepare_batch(
-    trajectories: Sequence[Trajectory], staleness: Sequence[int], groups: Mapping[str, int], preparer: RowPreparer
+    trajectories: Sequence[Trajectory],
+    staleness: Sequence[int],
+    groups: Mapping[str, int],
+    preparer: RowPreparer,
+    tasks: Mapping[str, int] | None = None,
 ) -> TrainingBatch:
     """Lay out trajectories as rows and flat arrays of policy tokens.
 
-    `staleness` is that of each trajectory, `groups` numbers the groups of the global batch from 0.
-    Raises `TrajectoryError` for what does not fit the model (grids, vocabulary, one temperature for the batch).
+    `staleness` is that of each trajectory, `groups` numbers the groups of the global batch from 0, `tasks` the tasks of
+    the run. Without `tasks` those present are numbered by name, which only a rank that is alone may use.
+    Raises `TrajectoryError` for what does not fit the model (grids, vocabulary, one temperature for the batch) and for
+    a task without a number.
     """
     temperatures = {trajectory.sampling.temperature for trajectory in trajectories}
     if len(temperatures) != 1:
@@ -220,9 +230,20 @@ def prepare_batch(
         staleness=torch.tensor(list(staleness)),
         group_ids=torch.tensor([groups[t.group_id] for t in trajectories]),
         num_groups=len(groups),
+        task_ids=_task_ids(trajectories, tasks),
+        num_tasks=None if tasks is None else len(tasks),
         temperature=temperatures.pop(),
         trajectories=list(trajectories),
     )
+
+
+def _task_ids(trajectories: Sequence[Trajectory], tasks: Mapping[str, int] | None) -> torch.Tensor:
+    names = [trajectory.task for trajectory in trajectories]
+    numbers = {name: number for number, name in enumerate(sorted(set(names)))} if tasks is None else tasks
+    unknown = sorted({name for name in names if name not in numbers})
+    if unknown:
+        raise TrajectoryError("task", f"expected one of {', '.join(sorted(numbers))}, got {unknown[0]!r}")
+    return torch.tensor([numbers[name] for name in names])
 
 
 class _TokenOrder:

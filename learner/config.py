@@ -8,7 +8,8 @@ import msgspec
 
 from vagen.common.config import Section, require
 from vagen.learner.advantages.config import AdvantageConfig
-from vagen.learner.losses.config import LossConfig
+from vagen.learner.alarms import AlarmConfig
+from vagen.learner.losses.config import LossConfig, ReferenceConfig
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
@@ -75,7 +76,9 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    alarms: AlarmConfig = AlarmConfig()
     loss: LossConfig = LossConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     broadcast: BroadcastConfig = BroadcastConfig()
 
     probe_prompts: Annotated[int, msgspec.Meta(ge=0)] = 8

@@ -6,6 +6,7 @@ Owns the names of the fields. A step that is repeated after a restart is written
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ import numpy as np
 
 from vagen.common.metrics import Metrics
 from vagen.common.trajectory import Trajectory
+from vagen.learner.alarms import AlarmConfig, CollapseAlarms
 from vagen.learner.batching import TrainingBatch
 from vagen.learner.feeder import Feed
 from vagen.learner.publisher import Published
@@ -23,12 +25,21 @@ from vagen.learner.update import UpdateStats
 
 __all__ = ["StepJournal"]
 
+logger = logging.getLogger(__name__)
+
+
+_OPTIONAL_LOSSES = ("reference_kl", "reference_loss", "value_clamped_share")
+"""Present where their option is on."""
+
 
 class StepJournal:
-    """Writes one line a step, flushed to disk before the step's checkpoint."""
+    """Writes one line a step, flushed to disk before the step's checkpoint, and raises the alarms of its numbers."""
 
-    def __init__(self, file: Path, metrics: Metrics) -> None:
+    def __init__(self, file: Path, metrics: Metrics, alarms: AlarmConfig | None = None) -> None:
+        """Continues the file of an interrupted run: its lines are what the alarms take for normal."""
         file.parent.mkdir(parents=True, exist_ok=True)
+        self._alarms = CollapseAlarms(alarms or AlarmConfig())
+        self._replay(file)
         self._file = file.open("a")
         self._metrics = metrics
         self._started = time.time()
@@ -58,11 +69,36 @@ class StepJournal:
             "probe_mismatch": probe_mismatch,
             "seconds": seconds,
         }
+        self._watch(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._export(line, feed.batch, published)
         return line
+
+    def _replay(self, file: Path) -> None:
+        for text in file.read_text().splitlines() if file.exists() else ():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                # A kill may cut a line off; the step is repeated.
+                continue
+            self._alarms.observe(line)
+
+    def _watch(self, line: dict[str, Any]) -> None:
+        for event in self._alarms.observe(line):
+            if event.is_raised:
+                self._metrics.count("vagen_learner_alarms_total", alarm=event.name)
+            logger.log(
+                logging.WARNING if event.is_raised else logging.INFO,
+                "step %d: alarm %s %s: %.4g, bound %.4g",
+                line["step"],
+                event.name,
+                "raised" if event.is_raised else "cleared",
+                event.value,
+                event.bound,
+            )
+        line["alarms"] = self._alarms.active
 
     def _export(self, line: dict[str, Any], batch: TrainingBatch, published: Published | None) -> None:
         m = self._metrics
@@ -127,6 +163,7 @@ def _update_fields(stats: UpdateStats) -> dict[str, Any]:
             "value": stats.losses["value_loss"],
             "kl": stats.losses["behaviour_kl"],
             "total": stats.losses["total_loss"],
+            **{name: stats.losses[name] for name in _OPTIONAL_LOSSES if name in stats.losses},
         },
         "grad_norm": stats.grad_norm,
         "lr": stats.lr,

@@ -36,7 +36,7 @@ from vagen.learner.model.parallel import ParallelTopology, parallel_session, sum
 from vagen.learner.probe import Probe
 from vagen.learner.publisher import Publisher
 from vagen.learner.sft import adam_options
-from vagen.learner.update import PolicyUpdate
+from vagen.learner.update import PolicyUpdate, load_models
 
 __all__ = ["run_learner"]
 
@@ -94,11 +94,15 @@ def _assemble(
     vision = vision_tokens(model_dir)
     if vision is None:
         raise ConfigError(f"{model_dir}: expected a vision-language model, config.json has no image_token_id")
-    model = VisionLanguageActorCritic.load_hf(model_dir)
+    model, reference = load_models(model_dir, config)
     trainer = Trainer(model, adam_options(config.optimizer))
     forbidden = torch.tensor(vision.forbidden_token_ids)
     reduce = sum_over_data_parallel if topology.dp_size > 1 else None
-    update = PolicyUpdate(model, trainer, config, seed=run.seed, forbidden_token_ids=forbidden, reduce=reduce)
+    if reduce is not None and config.advantage.whiten_per == "task":
+        raise ConfigError("$.learner.advantage.whiten_per: expected batch with several data-parallel ranks, got task")
+    update = PolicyUpdate(
+        model, trainer, config, seed=run.seed, forbidden_token_ids=forbidden, reduce=reduce, reference=reference
+    )
     checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
     first_step, probe = 0, None
     newest = checkpoints.newest()
@@ -124,7 +128,7 @@ def _assemble(
     broadcaster = Broadcaster(config.broadcast)
     metrics = Metrics("vagen_learner", run.name)
     port = metrics.serve(config.metrics_port) if is_first else 0
-    journal = StepJournal(folder / "metrics.jsonl", metrics)
+    journal = StepJournal(folder / "metrics.jsonl", metrics, config.alarms)
     feeder = BatchFeeder(
         feeder_store,
         preparer,

@@ -1,4 +1,4 @@
-"""One learner step's arithmetic: score the batch, estimate advantages, run the PPO epochs.
+"""One learner step's arithmetic: score the batch, estimate advantages, run the PPO epochs. Loads the models for it.
 
 Owns the order of minibatches and the scaling that makes microbatches, minibatches and data-parallel ranks add up. Does
 not own where batches come from or where weights go.
@@ -12,35 +12,45 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vagen.common.errors import ConfigError
 from vagen.learner.advantages.batch import AdvantageInputs, AdvantageOutputs
 from vagen.learner.advantages.estimate import estimate_advantages
 from vagen.learner.batching import TrainingBatch, microbatches
 from vagen.learner.config import LearnerConfig
+from vagen.learner.losses.config import ReferenceConfig
 from vagen.learner.losses.diagnostics import RatioDiagnostics, explained_variance, ratio_diagnostics, step_scale
 from vagen.learner.losses.policy import PolicyLossInputs, policy_loss
+from vagen.learner.losses.reference import penalised_rewards, reference_loss
 from vagen.learner.losses.value import value_loss
 from vagen.learner.losses.weights import BehaviourWeights, behaviour_weights, loss_weights
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import TokenOutputs
+from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.optimizer import Trainer
 
-__all__ = ["PolicyUpdate", "Scores", "UpdateStats", "score"]
+__all__ = ["PolicyUpdate", "Scores", "UpdateStats", "load_models", "score"]
 
 Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The model's view of a batch, without gradient: logprobs, entropy, values float32 [N]; bootstrap_values [S]."""
+    """The model's view of a batch, without gradient: logprobs, entropy, values float32 [N]; bootstrap_values [S].
+
+    reference_logprobs float32 [N] are those of the reference model, None without one.
+    """
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor
     bootstrap_values: Tensor
+    reference_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +68,29 @@ class UpdateStats:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+def load_models(
+    model_dir: Path, config: LearnerConfig
+) -> tuple[VisionLanguageActorCritic, VisionLanguageActorCritic | None]:
+    """The model to be trained, and the frozen copy that it is held to where the configuration wants one.
+
+    Errors are those of `VisionLanguageActorCritic.load_hf`.
+    """
+    loss = config.loss
+    bins = loss.value_bins if loss.value_loss == "two_hot" else None
+    model = VisionLanguageActorCritic.load_hf(model_dir, ModelOptions(value_bins=bins, value_range=loss.value_range))
+    if not config.reference.is_used:
+        return model, None
+    reference = VisionLanguageActorCritic.load_hf(model_dir, ModelOptions())
+    return model, reference.eval().requires_grad_(False)
+
+
 @torch.no_grad()
 def score(
-    model: VisionLanguageActorCritic, batch: TrainingBatch, max_tokens: int, forbidden_token_ids: Tensor
+    model: VisionLanguageActorCritic,
+    batch: TrainingBatch,
+    max_tokens: int,
+    forbidden_token_ids: Tensor,
+    reference: VisionLanguageActorCritic | None = None,
 ) -> Scores:
     """Log-probabilities, entropies and values of every policy token, and the values of the bootstrap prompts."""
     tokens = [torch.empty(batch.num_policy_tokens) for _ in range(3)]
@@ -71,7 +101,19 @@ def score(
     bootstrap = torch.zeros(batch.num_segments)
     for packed, slots in microbatches(batch.bootstrap_rows, batch.images, max_tokens):
         bootstrap[slots] = model(packed).values
-    return Scores(logprobs=tokens[0], entropy=tokens[1], values=tokens[2], bootstrap_values=bootstrap)
+    held_to: Tensor | None = None
+    if reference is not None:
+        held_to = torch.empty(batch.num_policy_tokens)
+        for packed, slots in microbatches(batch.rows, batch.images, max_tokens):
+            out = reference(packed, temperature=batch.temperature, forbidden_token_ids=forbidden_token_ids)
+            held_to[slots] = out.logprobs
+    return Scores(
+        logprobs=tokens[0],
+        entropy=tokens[1],
+        values=tokens[2],
+        bootstrap_values=bootstrap,
+        reference_logprobs=held_to,
+    )
 
 
 class PolicyUpdate:
@@ -86,14 +128,27 @@ class PolicyUpdate:
         seed: int,
         forbidden_token_ids: Tensor,
         reduce: Reduce | None = None,
+        reference: VisionLanguageActorCritic | None = None,
     ) -> None:
-        """`reduce` sums a tensor over the data-parallel ranks; None where this rank is alone."""
+        """`reduce` sums a tensor over the data-parallel ranks; None where this rank is alone.
+
+        `reference` is a frozen model, required where `config.reference` is used: see `load_models`. Raises
+        `ConfigError` where it is missing, or the model's critic is not of the kind that `config.loss` trains.
+        """
+        if config.reference.is_used and reference is None:
+            raise ConfigError("$.learner.reference: expected a reference model with a positive coefficient, got none")
+        if (config.loss.value_loss == "two_hot") != (model.value_range is not None):
+            raise ConfigError(
+                f"$.learner.loss.value_loss: expected a model with a critic for {config.loss.value_loss}, got one of "
+                f"{model.value_head.out_features} outputs for range {model.value_range}"
+            )
         self._model = model
         self._trainer = trainer
         self._config = config
         self._seed = seed
         self._forbidden = forbidden_token_ids
         self._reduce = reduce
+        self._reference = reference if config.reference.is_used else None
         self.num_updates = 0
         """Optimizer steps of the run so far; part of a checkpoint."""
 
@@ -106,9 +161,10 @@ class PolicyUpdate:
         config = self._config
         started = time.perf_counter()
         self._model.eval()
-        scores = score(self._model, batch, config.max_tokens_per_microbatch, self._forbidden)
+        scores = score(self._model, batch, config.max_tokens_per_microbatch, self._forbidden, self._reference)
         scored = time.perf_counter()
-        outputs = estimate_advantages(_advantage_inputs(batch, scores), config.advantage, self._reduce)
+        inputs = _advantage_inputs(batch, scores, config.reference)
+        outputs = estimate_advantages(inputs, config.advantage, self._reduce)
         behind = (batch.versions != version).long()
         ratio = ratio_diagnostics(scores.logprobs, batch.behaviour_logprobs, behind, config.loss.weight_cap)
         sequence_ids = _sequence_ids(batch)
@@ -159,20 +215,39 @@ class PolicyUpdate:
         self._trainer.zero_grad()
         for packed, taken in microbatches(rows, batch.images, config.max_tokens_per_microbatch):
             out = self._trainer.forward(packed, temperature=batch.temperature, forbidden_token_ids=self._forbidden)
-            loss, losses = policy_loss(data.inputs(taken, out.logprobs, out.entropy), config.loss)
-            critic, critic_losses = value_loss(
-                out.values,
-                data.scores.values[taken],
-                data.outputs.value_targets[taken],
-                data.outputs.value_mask[taken],
-                config.loss,
-                count=targets,
-            )
-            self._trainer.backward(loss + critic)
-            for name, value in {**losses, **critic_losses, "total_loss": (loss + critic).detach()}.items():
+            loss, losses = self._losses(data, taken, out, targets)
+            self._trainer.backward(loss)
+            for name, value in losses.items():
                 totals[name] += float(value)
         stats = self._trainer.step(lr)
         return (0.0 if stats.skipped else stats.grad_norm), stats.skipped
+
+    def _losses(
+        self, data: _TokenData, taken: Tensor, out: TokenOutputs, num_targets: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of the tokens at slots `taken`, scalar, and diagnostics; `num_targets` is that of the minibatch."""
+        config = self._config
+        inputs = data.inputs(taken, out.logprobs, out.entropy)
+        policy, losses = policy_loss(inputs, config.loss)
+        critic, critic_losses = value_loss(
+            out.values,
+            data.scores.values[taken],
+            data.outputs.value_targets[taken],
+            data.outputs.value_mask[taken],
+            config.loss,
+            count=num_targets,
+            logits=out.value_logits,
+        )
+        loss = policy + critic
+        losses |= critic_losses
+        if data.scores.reference_logprobs is not None:
+            reference_logprobs = data.scores.reference_logprobs[taken]
+            penalty, penalty_losses = reference_loss(
+                out.logprobs, reference_logprobs, inputs.loss_weights, config.reference
+            )
+            loss = loss + penalty
+            losses |= penalty_losses
+        return loss, losses | {"total_loss": loss.detach()}
 
     def _total(self, value: Tensor) -> float:
         value = value.double()
@@ -224,9 +299,12 @@ class _TokenData:
         )
 
 
-def _advantage_inputs(batch: TrainingBatch, scores: Scores) -> AdvantageInputs:
+def _advantage_inputs(batch: TrainingBatch, scores: Scores, reference: ReferenceConfig) -> AdvantageInputs:
+    rewards = batch.rewards
+    if scores.reference_logprobs is not None:
+        rewards = penalised_rewards(rewards, scores.logprobs, scores.reference_logprobs, reference)
     return AdvantageInputs(
-        rewards=batch.rewards,
+        rewards=rewards,
         values=scores.values,
         behaviour_logprobs=batch.behaviour_logprobs,
         proximal_logprobs=scores.logprobs,
@@ -235,6 +313,8 @@ def _advantage_inputs(batch: TrainingBatch, scores: Scores) -> AdvantageInputs:
         bootstrap_values=scores.bootstrap_values,
         group_ids=batch.group_ids,
         num_groups=batch.num_groups,
+        task_ids=batch.task_ids,
+        num_tasks=batch.num_tasks,
     )
 
 

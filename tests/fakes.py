@@ -216,6 +216,7 @@ class ScriptedEnvironment:
     turns: Sequence[tuple[Mapping[str, float], bool, bool]]
     sizes: Sequence[tuple[int, int]] = ((56, 56),)
     system: str = "Walk."
+    sections: Mapping[str, str] = field(default_factory=dict)
     on_step: Callable[[int], Awaitable[None]] | None = None
     responses: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
@@ -243,7 +244,7 @@ class ScriptedEnvironment:
             terminated=terminated,
             truncated=truncated,
             info=Info(success=terminated, metrics={"steps": float(turn + 1)}),
-            parsed=ParsedResponse(format_ok=True, action_valid=True, actions=("Left",)),
+            parsed=ParsedResponse(format_ok=True, action_valid=True, actions=("Left",), sections=self.sections),
         )
 
     def system_prompt(self) -> str:

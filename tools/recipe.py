@@ -6,6 +6,7 @@ validates only what it uses and cannot see, for example, that the buffer is too 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from vagen.common.config import RunConfig, require, section
 from vagen.envs.registry import known_environments, parse_environment_config
 from vagen.learner.config import LearnerConfig, ModelConfig, SFTConfig
 from vagen.tools.config import DemoConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ def validate_recipe(raw: Mapping[str, Any]) -> Recipe:
     _check_engine(recipe)
     _check_pacing(recipe)
     _check_estimator(recipe)
+    _check_reward_placement(recipe)
     return recipe
 
 
@@ -119,3 +123,28 @@ def _check_estimator(recipe: Recipe) -> None:
         recipe.actor.group_size,
         f"int >= 2 for the estimator {estimator.name}, which compares the episodes of a group",
     )
+    require(
+        not estimator.needs_critic or recipe.learner.loss.value_weight > 0,
+        "learner.loss.value_weight",
+        recipe.learner.loss.value_weight,
+        f"float > 0 for the estimator {estimator.name}, which needs a critic",
+    )
+
+
+def _check_reward_placement(recipe: Recipe) -> None:
+    """A turn's reward must lie where the estimator reads it: between end anchors that is the turn's last token."""
+    advantage = recipe.learner.advantage
+    if recipe.actor.reward_placement == "turn_end" or advantage.turn_anchor != "end":
+        return
+    require(
+        advantage.name != "turn_wise_gae",
+        "actor.reward_placement",
+        recipe.actor.reward_placement,
+        "turn_end for the estimator turn_wise_gae, which ignores other rewards (or learner.advantage.turn_anchor "
+        "start)",
+    )
+    if advantage.name == "bi_level_gae":
+        logger.warning(
+            "actor.reward_placement section_end with learner.advantage.name bi_level_gae: a reward paid before a "
+            "turn's last token gives no credit to earlier turns"
+        )

@@ -40,6 +40,10 @@ class AdvantageInputs:
     """int64 `[S]`: group of each segment, 0..num_groups-1, the same numbers on every rank."""
     num_groups: int | None = None
     """Groups of the global batch; required as soon as statistics are reduced over ranks."""
+    task_ids: Tensor | None = None
+    """int64 `[S]`: task of each segment, 0..num_tasks-1, the same numbers on every rank; for whitening per task."""
+    num_tasks: int | None = None
+    """Tasks of the run; required as soon as statistics per task are reduced over ranks."""
 
     def checked(self) -> Layout:
         """Check shapes, dtypes, order and finiteness; return the derived layout.
@@ -56,8 +60,11 @@ class AdvantageInputs:
             ("segment_ids", torch.int64, num_tokens),
             ("bootstrap_values", torch.float32, num_segments),
             ("group_ids", torch.int64, num_segments),
+            ("task_ids", torch.int64, num_segments),
         ):
-            tensor: Tensor = getattr(self, name)
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
             if tensor.dtype != dtype or tuple(tensor.shape) != (size,):
                 raise TrajectoryError(
                     name, f"expected {dtype} [{size}], got {tensor.dtype} {list(tensor.shape)} (N is set by rewards)"
@@ -71,7 +78,8 @@ class AdvantageInputs:
 
     def _check_contents(self, num_segments: int) -> None:
         turns, segments = (self.turn_ids[:-1], self.turn_ids[1:]), (self.segment_ids[:-1], self.segment_ids[1:])
-        limit = torch.iinfo(torch.int64).max if self.num_groups is None else self.num_groups
+        numbered = [("group_ids", self.group_ids, self.num_groups)]
+        numbered += [] if self.task_ids is None else [("task_ids", self.task_ids, self.num_tasks)]
         is_boundary = segments[0] != segments[1]
         problems: list[tuple[str, str, Tensor]] = [
             # both bounds are not a number if anything is
@@ -89,12 +97,19 @@ class AdvantageInputs:
                 | (self.segment_ids[0] != 0)
                 | (self.segment_ids[-1] != num_segments - 1),
             ),
-            ("group_ids", "expected 0..num_groups-1", ((self.group_ids < 0) | (self.group_ids >= limit)).any()),
+        ]
+        problems += [
+            (name, f"expected 0..num_{name.removesuffix('_ids')}s-1", ((ids < 0) | (ids >= _limit(count))).any())
+            for name, ids, count in numbered
         ]
         found = torch.stack([is_bad for *_, is_bad in problems]).tolist()
         for (name, expected, _), is_bad in zip(problems, found, strict=True):
             if is_bad:
                 raise TrajectoryError(name, f"{expected}, got something else")
+
+
+def _limit(count: int | None) -> int:
+    return torch.iinfo(torch.int64).max if count is None else count
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ class AdvantageConfig(Section, frozen=True, kw_only=True):
     whiten: bool = True
     """Standardise over all policy tokens of the global batch. Estimators that compare within a group never are:
     shifting them would give a group of equal rewards a non-zero advantage."""
+    whiten_per: Literal["batch", "task"] = "batch"
+    """Whose moments `whiten` uses. `task`: those of the token's own task, so that in a mixture of environments the one
+    with the largest rewards does not set the scale of all."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "learner.advantage.name", self.name, "a registered estimator or package.module:name")

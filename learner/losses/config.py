@@ -1,4 +1,4 @@
-"""Settings of the losses (`$.learner.loss`). Imports without torch."""
+"""Settings of the losses (`$.learner.loss` and `$.learner.reference`). Imports without torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """What counts equally: every token, every turn or every sequence."""
     ess_power: float = 1.0
     """The step size is multiplied by the effective sample size (a share) to this power: 0 off, 0.5 as in VCPO."""
-    value_loss: Literal["mse", "smooth_l1"] = "smooth_l1"
+    value_loss: Literal["mse", "smooth_l1", "two_hot"] = "smooth_l1"
+    """`two_hot` gives the critic a categorical head (see `two_hot.py`), which starts from zero where the model
+    directory's head is another."""
+    value_bins: int = 51
+    """Bins of `two_hot`; an odd number has one at the middle of the range."""
+    value_range: tuple[float, float] = (-3.0, 3.0)
+    """Lowest and highest value that `two_hot` can express; targets beyond are clamped and counted."""
     value_weight: float = 0.5
     value_clip: float | None = None
     """Furthest a value may move from its value at the batch's start before its loss stops falling; None: no bound."""
@@ -60,6 +66,12 @@ class LossConfig(Section, frozen=True, kw_only=True):
             self.behaviour_weight,
             "a weight of single tokens with anchor interpolated (which is only known per micro-batch)",
         )
+        require(
+            self.value_loss != "two_hot" or self.value_clip is None,
+            "learner.loss.value_clip",
+            self.value_clip,
+            "null with value_loss two_hot (a distribution has no distance to clip)",
+        )
 
     def _check_bounds(self) -> None:
         bounds: tuple[tuple[str, float | None, float, float, str], ...] = (
@@ -76,6 +88,14 @@ class LossConfig(Section, frozen=True, kw_only=True):
             value = getattr(self, field)
             require(0.0 <= value < math.inf, f"learner.loss.{field}", value, "float >= 0")
         require(0.0 <= self.ess_power <= 1.0, "learner.loss.ess_power", self.ess_power, "float in [0, 1]")
+        require(2 <= self.value_bins <= 4096, "learner.loss.value_bins", self.value_bins, "int in [2, 4096]")
+        lowest, highest = self.value_range
+        require(
+            -math.inf < lowest < highest < math.inf,
+            "learner.loss.value_range",
+            self.value_range,
+            "[low, high], finite, low < high",
+        )
         if self.keep_range is not None:
             low, high = self.keep_range
             require(0.0 <= low < 1.0 < high, "learner.loss.keep_range", self.keep_range, "[low, high], low < 1 < high")
@@ -84,3 +104,38 @@ class LossConfig(Section, frozen=True, kw_only=True):
     def kept_ratios(self) -> tuple[float, float]:
         """Ratios that `token_reject` or `icepop` keeps, inclusive."""
         return self.keep_range or ((0.5, 5.0) if self.behaviour_weight == "icepop" else (0.5, 2.0))
+
+
+class ReferenceConfig(Section, frozen=True, kw_only=True):
+    """KL to a frozen copy of the model that the run started from. Off unless a coefficient is positive."""
+
+    model_dir: Literal["start"] | None = None
+    """`start`: the model directory that the learner is started with, also after a resume."""
+    kl_in_loss: float = 0.0
+    """Weight of the mean `estimator` over policy tokens in the loss."""
+    kl_in_reward: float = 0.0
+    """Each policy token's reward is reduced by this times `log pi_prox - log pi_ref`."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the KL in the loss and in the diagnostics. `k1` is for diagnostics alone."""
+
+    def __post_init__(self) -> None:
+        for field in ("kl_in_loss", "kl_in_reward"):
+            value = getattr(self, field)
+            require(0.0 <= value < math.inf, f"learner.reference.{field}", value, "float >= 0")
+        require(
+            not self.is_used or self.model_dir is not None,
+            "learner.reference.model_dir",
+            self.model_dir,
+            "start with a positive kl_in_loss or kl_in_reward",
+        )
+        require(
+            self.kl_in_loss == 0.0 or self.estimator != "k1",
+            "learner.reference.estimator",
+            self.estimator,
+            "k2 or k3 with a positive kl_in_loss (on data of the policy itself the gradient of k1 has mean 0)",
+        )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a reference model is needed at all."""
+        return self.kl_in_loss > 0.0 or self.kl_in_reward > 0.0

@@ -9,6 +9,8 @@ the output projection runs at scored positions only, so prompts cost nothing the
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,15 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from vagen.common.errors import CheckpointError, ConfigError, TrajectoryError
 from vagen.common.vision import BatchedVisionTower
+from vagen.learner.losses.two_hot import bin_centres, expectation
 from vagen.learner.model.attention import SegmentedSeqParams
 from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
 from vagen.learner.model.cpu_compat import compute_device
@@ -36,6 +40,11 @@ from vagen.learner.model.spec import uses_transformer_engine
 from vagen.learner.model.weights import hf_tensors, load_decoder
 
 __all__ = ["VisionLanguageActorCritic"]
+
+logger = logging.getLogger(__name__)
+
+_VALUE_RANGE = "value_range"
+"""Key of the metadata of a categorical value head's file."""
 
 
 class VisionLanguageActorCritic(MegatronModule):
@@ -55,9 +64,13 @@ class VisionLanguageActorCritic(MegatronModule):
             self.visual.to(options.dtype).requires_grad_(not options.freeze_vision)
             self._tower = BatchedVisionTower(self.visual)
         # In the dtype of the rest (see build_gpt); its master copy and its product are float32.
-        self.value_head = nn.Linear(self.config.hidden_size, 1, dtype=options.dtype)
+        self.value_head = nn.Linear(self.config.hidden_size, options.value_bins or 1, dtype=options.dtype)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
+        self.value_range = options.value_range if options.value_bins else None
+        centres = bin_centres(options.value_bins, options.value_range) if options.value_bins else None
+        self._value_centres: Tensor | None
+        self.register_buffer("_value_centres", centres, persistent=False)
         self._rules = self.family.rules(self.family.text_config(hf_config), self.tied)
         self._transformer_engine = uses_transformer_engine()
 
@@ -84,7 +97,10 @@ class VisionLanguageActorCritic(MegatronModule):
         hidden = self._hidden_states(batch)
         critic_input = hidden.detach() if detach_value else hidden
         head = self.value_head
-        values = F.linear(critic_input.float(), head.weight.float(), head.bias.float())[:, 0]
+        answers = F.linear(critic_input.float(), head.weight.float(), head.bias.float())
+        centres = self._value_centres
+        value_logits = None if centres is None else answers
+        values = answers[:, 0] if centres is None else expectation(answers, centres)
         gpt = self.language_model
         weight = gpt.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = gpt.output_layer(hidden[:, None], weight=weight)
@@ -95,7 +111,7 @@ class VisionLanguageActorCritic(MegatronModule):
             temperature=temperature,
             forbidden_token_ids=forbidden_token_ids,
         )
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=values)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=values, value_logits=value_logits)
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
         """Hidden states behind the final norm of the tokens before the scored ones, [N, hidden_size]."""
@@ -151,7 +167,7 @@ class VisionLanguageActorCritic(MegatronModule):
     @classmethod
     def load_hf(cls, model_dir: str | Path, options: ModelOptions | None = None) -> VisionLanguageActorCritic:
         """Model of a transformers directory (config.json, safetensors under hub or transformers 5 names), on this
-        rank's device; the value head from `value_head.safetensors` where there is one, else zero.
+        rank's device; the value head from `value_head.safetensors` where there is one of the same kind, else zero.
 
         Raises ConfigError for an unsupported model, CheckpointError for weights that do not fit it.
         """
@@ -167,10 +183,34 @@ class VisionLanguageActorCritic(MegatronModule):
                 vision = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
                 model.visual.load_state_dict(vision)
             if (source / VALUE_HEAD_FILE).is_file():
-                model.value_head.load_state_dict(load_file(source / VALUE_HEAD_FILE))
+                model._load_value_head(source / VALUE_HEAD_FILE)
         except RuntimeError as error:
             raise CheckpointError(f"{source}: {error}") from error
         return model.to(compute_device())
+
+    def _load_value_head(self, file: Path) -> None:
+        """A head of other bins or another range answers another question: it is left alone, with a warning.
+
+        Raises RuntimeError for one of another hidden size.
+        """
+        with safe_open(file, framework="pt") as content:
+            state = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
+            found_range = (content.metadata() or {}).get(_VALUE_RANGE)
+        weight, wanted = state.get("weight"), self.value_head.weight
+        if weight is not None and weight.shape[1:] == wanted.shape[1:]:
+            found_head = (len(weight), found_range)
+            wanted_head = (len(wanted), self._value_metadata.get(_VALUE_RANGE))
+            if found_head != wanted_head:
+                logger.warning(
+                    "%s: outputs and range of the value head are %s, expected %s: the critic starts from zero",
+                    *(file, found_head, wanted_head),
+                )
+                return
+        self.value_head.load_state_dict(state)
+
+    @property
+    def _value_metadata(self) -> dict[str, str]:
+        return {} if self.value_range is None else {_VALUE_RANGE: json.dumps(self.value_range)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor) of vision tower, then decoder; collective over tensor-parallel ranks."""
@@ -216,4 +256,4 @@ class VisionLanguageActorCritic(MegatronModule):
                 copy_companions(self.source_dir, target)
                 save_file(state, target / WEIGHTS_FILE, metadata={"format": "pt"})
                 head = {name: tensor.detach().cpu() for name, tensor in self.value_head.state_dict().items()}
-                save_file(head, target / VALUE_HEAD_FILE)
+                save_file(head, target / VALUE_HEAD_FILE, metadata=self._value_metadata or None)

@@ -77,8 +77,10 @@ class PackedBatch:
 @dataclass(frozen=True, kw_only=True)
 class TokenOutputs:
     """Per scored token j, all float32 [N]: log probability and entropy (nats) of the policy that chose it, and the
-    critic's value of the state before it."""
+    critic's value of the state before it. value_logits float32 [N, bins] is what a categorical critic says, whose
+    expectation the value is; None for a scalar critic."""
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor
+    value_logits: Tensor | None = None

@@ -101,12 +101,16 @@ def _record(path: Path) -> dict[str, Any]:
 def _fingerprint(model: VisionLanguageActorCritic) -> dict[str, Any]:
     """Which model a checkpoint is of; megatron itself would load the tensors that two models happen to share."""
     config = model.config
+    critic = {}
+    if model.value_range is not None:
+        critic = {"value_bins": model.value_head.out_features, "value_range": list(model.value_range)}
     return {
         "model_type": model.family.model_type,
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "vocab_size": model.language_model.vocab_size,
         "tied": model.tied,
+        **critic,
     }
 
 

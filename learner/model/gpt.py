@@ -20,11 +20,14 @@ __all__ = ["ModelOptions", "build_gpt", "transformer_config"]
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """How the model is held and run. `bf16` keeps fp32 master weights in the optimizer; `recompute` trades one more
-    forward of each decoder layer for its activations; `freeze_vision` keeps the vision tower as loaded."""
+    forward of each decoder layer for its activations; `freeze_vision` keeps the vision tower as loaded. `value_bins`
+    makes the critic categorical, with so many bins over `value_range`; None: one scalar."""
 
     bf16: bool = False
     recompute: bool = False
     freeze_vision: bool = False
+    value_bins: int | None = None
+    value_range: tuple[float, float] = (-3.0, 3.0)
 
     @property
     def dtype(self) -> torch.dtype:

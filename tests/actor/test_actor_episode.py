@@ -39,6 +39,7 @@ def play(
     harness: HarnessConfig | None = None,
     limits: EpisodeLimits = LIMITS,
     answers: Any = None,
+    reward_placement: Any = "turn_end",
     **env_options: Any,
 ) -> tuple[EpisodeResult, Any, Any]:
     """One episode against a scripted engine; versions grow by one each turn."""
@@ -56,7 +57,7 @@ def play(
                 await client.connect(5.0)
                 task = EpisodeTask(seed=11, task="walk", env_name="walk")
                 config = harness or HarnessConfig()
-                result = await run_episode(task, env, make_harness(config), client, renderer, limits)
+                result = await run_episode(task, env, make_harness(config), client, renderer, limits, reward_placement)
             finally:
                 await client.close()
             return result, env, engine
@@ -147,6 +148,26 @@ def test_each_component_is_paid_at_the_last_token_of_its_turn(fakes: ModuleType,
             ("task", turns[2].row, turns[2].end - 1, 1.0),
             ("format", turns[2].row, turns[2].end - 1, 0.02),
         ]
+
+
+def test_a_section_is_paid_at_its_closing_tag(fakes: ModuleType, renderer: ChatRenderer, model_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    think = tokenizer.encode("<think>right</think>").ids
+    answers = [([*think, *tokenizer.encode("<answer>Up</answer>").ids, renderer.end_of_turn_id], "stop")]
+    reward = ({"task": 1.0, "think": 0.5}, True, False)
+    for placement, paid_after in (("turn_end", len(answers[0][0])), ("section_end", len(think))):
+        result, _, _ = play(
+            fakes,
+            renderer,
+            [reward],
+            answers=answers,
+            limits=replace(LIMITS, sampling=SamplingParams(max_new_tokens=64)),
+            reward_placement=placement,
+            sections={"think": "right", "answer": "Up"},
+        )
+        (turn,) = result.trajectory.turns
+        paid = {entry.component: entry.token for entry in result.trajectory.rewards}
+        assert paid == {"task": turn.end - 1, "think": turn.start + paid_after - 1}
 
 
 def test_a_terminated_episode_has_no_bootstrap(fakes: ModuleType, renderer: ChatRenderer) -> None:

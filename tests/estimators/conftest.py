@@ -23,6 +23,7 @@ class Episode:
     log_ratio: Sequence[float] = ()
     bootstrap: float = 0.0
     group: int = 0
+    task: int | None = None
     values_or_zeros: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -37,7 +38,9 @@ BatchMaker = Callable[..., AdvantageInputs]
 def batch() -> BatchMaker:
     """Make `AdvantageInputs` of episodes; turn ids have gaps, as those of a real batch may."""
 
-    def make(*episodes: Episode, device: str = "cpu", num_groups: int | None = None) -> AdvantageInputs:
+    def make(
+        *episodes: Episode, device: str = "cpu", num_groups: int | None = None, num_tasks: int | None = None
+    ) -> AdvantageInputs:
         rewards, values, ratios, turn_ids, segment_ids = [], [], [], [], []
         turn = 3
         for segment, episode in enumerate(episodes):
@@ -48,6 +51,7 @@ def batch() -> BatchMaker:
             for length in episode.turns:
                 turn_ids += [turn] * length
                 turn += 2
+        tasks = [episode.task for episode in episodes]
         behaviour = torch.linspace(-2.0, -0.5, len(rewards))
         return AdvantageInputs(
             rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
@@ -59,6 +63,8 @@ def batch() -> BatchMaker:
             bootstrap_values=torch.tensor([e.bootstrap for e in episodes], dtype=torch.float32, device=device),
             group_ids=torch.tensor([e.group for e in episodes], device=device),
             num_groups=num_groups,
+            task_ids=torch.tensor(tasks, device=device) if None not in tasks else None,
+            num_tasks=num_tasks,
         )
 
     return make

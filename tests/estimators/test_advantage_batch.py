@@ -16,7 +16,7 @@ import torch
 from vagen.common.config import convert
 from vagen.common.errors import ConfigError, TrajectoryError
 from vagen.learner.advantages.config import AdvantageConfig
-from vagen.learner.advantages.estimate import estimate_advantages
+from vagen.learner.advantages.estimate import estimate_advantages, whiten_per_task
 from vagen.learner.advantages.registry import advantage_estimator, get_estimator
 
 BUILT_IN = {
@@ -35,7 +35,7 @@ BUILT_IN = {
 
 @pytest.fixture
 def inputs(batch, episode):
-    return batch(episode([2, 1], [0, 1, 2]), episode([2], [0, 1], group=1), num_groups=2)
+    return batch(episode([2, 1], [0, 1, 2]), episode([2], [0, 1], group=1), num_groups=2, num_tasks=3)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,10 @@ def inputs(batch, episode):
         ("segment_ids", lambda t: t + 1, "segment_ids: expected 0..1"),
         ("group_ids", lambda t: t + 1, "group_ids: expected 0..num_groups-1"),
         ("group_ids", lambda t: t - 1, "group_ids: expected 0..num_groups-1"),
+        ("task_ids", lambda t: torch.zeros(2), r"task_ids: expected torch.int64 \[2\], got torch.float32"),
+        ("task_ids", lambda t: torch.tensor([0]), r"task_ids: expected torch.int64 \[2\], got torch.int64 \[1\]"),
+        ("task_ids", lambda t: torch.tensor([0, 3]), "task_ids: expected 0..num_tasks-1"),
+        ("task_ids", lambda t: torch.tensor([-1, 0]), "task_ids: expected 0..num_tasks-1"),
     ],
 )
 def test_contradictory_inputs_are_refused_by_name(inputs, field, change, message):
@@ -64,7 +68,8 @@ def test_contradictory_inputs_are_refused_by_name(inputs, field, change, message
 
 
 def test_an_empty_batch_is_refused(inputs):
-    nothing = {name: getattr(inputs, name)[:0] for name in inputs.__dataclass_fields__ if name != "num_groups"}
+    fields = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__}
+    nothing = {name: value[:0] for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
     with pytest.raises(TrajectoryError, match="at least one policy token"):
         estimate_advantages(replace(inputs, **nothing), AdvantageConfig())
@@ -81,6 +86,7 @@ def test_an_empty_batch_is_refused(inputs):
         ({"c_bar": math.nan}, "c_bar: expected float >= 0"),
         ({"name": ""}, "name: expected a registered estimator"),
         ({"turn_ratio": "median"}, "median"),
+        ({"whiten_per": "group"}, "group"),
         ({"rho": 1.0}, "rho: unknown key"),
     ],
 )
@@ -200,3 +206,72 @@ def test_weights_are_outside_the_gradient(inputs):
     out = estimate_advantages(replace(inputs, proximal_logprobs=proximal, values=values), AdvantageConfig())
 
     assert not out.advantages.requires_grad and not out.value_targets.requires_grad
+
+
+def test_whitened_per_task_each_task_has_its_own_moments(batch, episode):
+    """Literal numbers: task 0 has 1, 2, 3; task 1 has 100, 300 (unbiased variance 20000); task 2 one token."""
+    inputs = batch(
+        episode([1, 1], [1.0, 2.0], task=0),
+        episode([1], [100.0], task=1),
+        episode([1], [3.0], task=0),
+        episode([1], [300.0], task=1),
+        episode([1], [7.0], task=2),
+        episode([2], [5.0, 5.0], task=3),
+    )
+    config = AdvantageConfig(
+        name="masked_gae", token_lambda=0.0, importance_correction="none", whiten_per="task", token_discount=0.0
+    )
+
+    out = estimate_advantages(inputs, config)
+
+    half = math.sqrt(0.5)
+    assert out.advantages.tolist() == pytest.approx([-1, 0, -half, 1, half, 0, 0, 0], abs=1e-6)
+    assert out.advantages[5:].tolist() == [0, 0, 0]
+
+
+def test_a_task_without_variance_among_the_counted_tokens_gets_zero():
+    advantages, tasks = torch.tensor([1.0, 5.0, 2.0, 4.0, 7.0]), torch.tensor([0, 0, 1, 1, 2])
+    counted = torch.tensor([True, False, True, True, False])
+
+    out = whiten_per_task(advantages, tasks, 3, lambda local: local, counted)
+
+    assert out.tolist() == pytest.approx([0, 0, -math.sqrt(0.5), math.sqrt(0.5), 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bi_level_gae", "turn_wise_gae"])
+def test_one_task_is_the_whole_batch(batch, episode, name):
+    episodes = [episode([2, 3], [0.1, -1, 2, 0, 1], task=0), episode([1], [0.5], task=0)]
+
+    per_batch = estimate_advantages(batch(*episodes), AdvantageConfig(name=name))
+    per_task = estimate_advantages(batch(*episodes), AdvantageConfig(name=name, whiten_per="task"))
+
+    assert per_task.advantages.tolist() == pytest.approx(per_batch.advantages.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bi_level_gae", "turn_wise_gae"])
+def test_ranks_together_whiten_per_task_as_one_batch(batch, episode, name):
+    """A rank without any token of task 1 or 3 takes part in their sums; task 2 has one token, task 4 none."""
+    generator = torch.Generator().manual_seed(0)
+    episodes = []
+    for task, turns in [(0, [2, 3]), (2, [1]), (0, [4]), (1, [2, 2]), (0, [3]), (3, [1, 1])]:
+        rewards, values, ratios = torch.randn(3, sum(turns), generator=generator).tolist()
+        episodes.append(episode(turns, rewards, values, ratios, task=task))
+    config = AdvantageConfig(name=name, whiten_per="task")
+
+    whole = estimate_advantages(batch(*episodes, num_tasks=5), config)
+    parts = over_ranks([batch(*episodes[:3], num_tasks=5), batch(*episodes[3:], num_tasks=5)], config)
+
+    together = torch.cat([part.advantages for part in parts])
+    assert together.isfinite().all()
+    assert together.tolist() == pytest.approx(whole.advantages.tolist(), abs=1e-6)
+    assert whole.advantages[5] == 0
+
+
+def test_whitening_per_task_needs_the_tasks(inputs):
+    config = AdvantageConfig(whiten_per="task")
+    with pytest.raises(TrajectoryError, match="task_ids: expected the task of every segment"):
+        estimate_advantages(inputs, config)
+    known = replace(inputs, task_ids=torch.tensor([0, 1]), num_tasks=None)
+    with pytest.raises(TrajectoryError, match="num_tasks: expected the run's number of tasks"):
+        estimate_advantages(known, config, lambda local: local)
+    assert estimate_advantages(known, config).advantages.isfinite().all()

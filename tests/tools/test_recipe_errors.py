@@ -22,6 +22,8 @@ ERRORS = [
     ("learner.advantage.rho_bar=0", "$.learner.advantage.rho_bar: expected float > 0, got 0"),
     ("learner.advantage.name=magic", "$.learner.advantage.name: unknown estimator 'magic'"),
     ("learner.advantage.name=trajectory_grpo", "$.actor.group_size: expected int >= 2 for the estimator"),
+    ("learner.loss.value_weight=0", "$.learner.loss.value_weight: expected float > 0 for the estimator bi_level_gae,"),
+    ("actor.reward_placement=turn_start", "$.actor.reward_placement: "),
     ("actor.sampling.top_p=0.95", "$.actor.sampling.top_p: expected 1.0 (truncated sampling"),
     ("actor.concurrency=0", "$.actor.concurrency: expected int >= 1, got 0"),
     ("actor.group_size=5", "$.learner.batch_size: expected a multiple of actor.group_size (5)"),
@@ -44,6 +46,9 @@ ERRORS = [
 ]
 
 
+_MASKED = "learner.advantage.name=masked_gae"
+
+
 def test_the_shipped_recipe_is_valid():
     recipe = validate_recipe(read_recipe("frozenlake"))
     assert recipe.env.name == "frozen_lake"
@@ -55,6 +60,29 @@ def test_error_names_path_value_and_bound(override, message):
         validate_recipe(read_recipe("frozenlake", [override]))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_estimator_without_a_critic_takes_no_value_loss():
+    overrides = ["learner.advantage.name=trajectory_grpo", "actor.group_size=2", "learner.loss.value_weight=0"]
+    assert validate_recipe(read_recipe("frozenlake", overrides)).learner.loss.value_weight == 0
+
+
+def test_rewards_inside_a_turn_warn_where_earlier_turns_lose_credit(caplog):
+    section_end = "actor.reward_placement=section_end"
+    for overrides in ([], [section_end, "learner.advantage.turn_anchor=start"], [section_end, _MASKED]):
+        validate_recipe(read_recipe("frozenlake", overrides))
+    assert not caplog.records
+    validate_recipe(read_recipe("frozenlake", [section_end]))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "no credit to earlier turns" in record.getMessage()
+
+
+def test_rewards_inside_a_turn_are_refused_where_they_would_be_ignored():
+    overrides = ["actor.reward_placement=section_end", "learner.advantage.name=turn_wise_gae"]
+    with pytest.raises(ConfigError, match="reward_placement: expected turn_end for the estimator turn_wise_gae"):
+        validate_recipe(read_recipe("frozenlake", overrides))
+    validate_recipe(read_recipe("frozenlake", [*overrides, "learner.advantage.turn_anchor=start"]))
 
 
 def test_capacity_bound_is_exact():

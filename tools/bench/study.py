@@ -35,7 +35,7 @@ from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import parallel_session
 from vagen.learner.sft import adam_options
-from vagen.learner.update import PolicyUpdate, UpdateStats
+from vagen.learner.update import PolicyUpdate, UpdateStats, load_models
 from vagen.tools.bench.study_play import Episode, StudyPlayer
 from vagen.tools.bench.study_sampler import StudySampler
 from vagen.tools.evaluate import FIRST_SEED, held_out
@@ -186,13 +186,14 @@ class StudyTrainer:
         if renderer.vision is None:
             raise ConfigError(f"{model_dir}: the study needs a vision-language model")
         forbidden = renderer.vision.forbidden_token_ids
-        self.model = VisionLanguageActorCritic.load_hf(model_dir)
+        self.model, reference = load_models(model_dir, self.config)
         self._update = PolicyUpdate(
             self.model,
             Trainer(self.model, adam_options(self.config.optimizer)),
             self.config,
             seed=spec.seed,
             forbidden_token_ids=torch.tensor(forbidden),
+            reference=reference,
         )
         self._preparer = RowPreparer.load(
             model_dir, renderer.vision.image_token_id, self.model.hf_config.text_config.vocab_size

@@ -1,0 +1,97 @@
+"""A small model, a batch for it and a `PolicyUpdate` over both."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vagen.common.trajectory import BootstrapPrompt, End, ImageRef, RewardEntry, Row, Turn, content_hash
+from vagen.learner.batching import RowPreparer, prepare_batch
+from vagen.learner.config import LearnerConfig, ModelConfig, OptimizerConfig
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.optimizer import AdamOptions, Trainer
+from vagen.learner.model.parallel import parallel_session
+from vagen.learner.model.tiny import save_tiny_model
+from vagen.learner.update import PolicyUpdate, load_models
+from vagen.tools.tiny_tokenizer import train_tokenizer
+
+SMALL = ModelConfig(
+    hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, vision_hidden_size=32, vision_num_heads=2
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "small"
+    return save_tiny_model(SMALL, train_tokenizer(["Move to the goal."], [], 384), directory)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    torch.set_num_threads(1)
+    with parallel_session(seed=3):
+        yield
+
+
+@pytest.fixture
+def make_update(model_dir):
+    def make(**changes):
+        settings = {"minibatch_rows": 6, "ppo_epochs": 2, "optimizer": OptimizerConfig(warmup_updates=0)}
+        config = LearnerConfig(**(settings | changes))
+        model, reference = load_models(model_dir, config)
+        trainer = Trainer(model, AdamOptions())
+        forbidden = torch.tensor([model.hf_config.image_token_id])
+        update = PolicyUpdate(model, trainer, config, seed=5, forbidden_token_ids=forbidden, reference=reference)
+        return update, model, forbidden
+
+    return make
+
+
+@pytest.fixture
+def batch(make_trajectory, model_dir):
+    """Six trajectories of 1-3 no-concat turns with pictures, some truncated, from an older policy."""
+    rng = np.random.default_rng(0)
+    model = VisionLanguageActorCritic.load_hf(model_dir)
+    image_id = model.hf_config.image_token_id
+    trajectories = []
+    for index in range(6):
+        rows, turns, rewards, images = [], [], [], {}
+        for turn in range(index % 3 + 1):
+            buffer = io.BytesIO()
+            Image.fromarray(rng.integers(0, 255, (56, 56, 3), dtype=np.uint8)).save(buffer, "PNG")
+            encoded = buffer.getvalue()
+            images[content_hash(encoded)] = encoded
+            size = int(rng.integers(2, 6))
+            ids = np.array([7, *[image_id] * 4, 8, *rng.integers(0, 250, size)], np.int32)
+            mask = np.array([0] * 6 + [1] * size, np.uint8)
+            rows.append(
+                Row(
+                    token_ids=ids,
+                    policy_mask=mask,
+                    behaviour_logprobs=np.where(mask, rng.uniform(-6, -5, len(ids)), 0).astype(np.float32),
+                    policy_versions=np.where(mask, 1, -1).astype(np.int32),
+                    turn_index=np.where(mask, turn, -1).astype(np.int16),
+                    images=(ImageRef(content_hash=content_hash(encoded), grid_thw=(1, 4, 4), start=1, num_tokens=4),),
+                )
+            )
+            turns.append(Turn(index=turn, row=turn, start=6, end=6 + size, format_ok=True, action_valid=True))
+            rewards.append(RewardEntry(component="task", row=turn, token=5 + size, value=float(rng.normal())))
+        truncated = index % 2 == 0
+        prompt = BootstrapPrompt(token_ids=rows[-1].token_ids[:6], images=rows[-1].images)
+        trajectories.append(
+            make_trajectory(
+                rows=tuple(rows),
+                turns=tuple(turns),
+                rewards=tuple(rewards),
+                images=images,
+                end=End.TRUNCATED if truncated else End.TERMINATED,
+                bootstrap=prompt if truncated else None,
+                group_id=f"g{index}",
+            )
+        )
+    preparer = RowPreparer.load(model_dir, image_id, model.hf_config.text_config.vocab_size)
+    return prepare_batch(trajectories, [0] * 6, {f"g{i}": i for i in range(6)}, preparer)
