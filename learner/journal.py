@@ -174,6 +174,8 @@ def _update_fields(stats: UpdateStats) -> dict[str, Any]:
             "p99": ratio.p99,
             "ess": ratio.effective_sample_size,
             "truncated_share": ratio.capped_share,
+            "rejected_share": stats.losses["rejected_share"],
+            "clamped_share": ratio.clamped_share,
         },
         "mismatch_current_version": ratio.fresh.mean_abs_log_ratio if ratio.fresh.num_tokens else None,
         "mismatch_stale": ratio.stale.mean_abs_log_ratio if ratio.stale.num_tokens else None,
