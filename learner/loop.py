@@ -22,10 +22,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from vagen.buffer.learner_store import LearnerStore
 from vagen.common.errors import InfrastructureError
@@ -63,8 +62,8 @@ class Learner:
     is_first_rank: bool
     publisher: Publisher
     probe: Probe | None
-    rescore: Any
-    """Callable (Probe, url, version) -> mean |engine - learner| log-probability on the probe."""
+    rescore: Callable[[Probe, str, int], float]
+    """Mean |engine - learner| log-probability of a probe that the engine at a URL samples with a version."""
     _trained: list[int] = field(default_factory=list)
     _skipped_in_a_row: int = 0
     _saving_s: float = 0.0
@@ -139,11 +138,10 @@ class Learner:
             return None
         url = published.report.ok[0]
         try:
-            mismatch: float = self.rescore(self.probe, url, published.version)
+            return self.rescore(self.probe, url, published.version)
         except InfrastructureError as error:
             logger.warning("version %d: the probe failed on %s: %s", published.version, url, error)
             return None
-        return mismatch
 
     def _is_checkpoint_due(self, step: int) -> bool:
         if step % self.config.checkpoint_every == 0 or step == self.config.total_steps:

@@ -94,15 +94,8 @@ def _assemble(
     vision = vision_tokens(model_dir)
     if vision is None:
         raise ConfigError(f"{model_dir}: expected a vision-language model, config.json has no image_token_id")
-    model, reference = load_models(model_dir, config)
-    trainer = Trainer(model, adam_options(config.optimizer))
     forbidden = torch.tensor(vision.forbidden_token_ids)
-    reduce = sum_over_data_parallel if topology.dp_size > 1 else None
-    if reduce is not None and config.advantage.whiten_per == "task":
-        raise ConfigError("$.learner.advantage.whiten_per: expected batch with several data-parallel ranks, got task")
-    update = PolicyUpdate(
-        model, trainer, config, seed=run.seed, forbidden_token_ids=forbidden, reduce=reduce, reference=reference
-    )
+    model, trainer, update = _make_update(run, config, model_dir, forbidden, topology)
     checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
     first_step, probe = 0, None
     newest = checkpoints.newest()
@@ -115,17 +108,7 @@ def _assemble(
     is_first = topology.rank == 0
     incarnation = str(ULID())
     if is_first:
-        store.done([step for step in store.pending_manifests() if step < first_step])
-        store.register(
-            incarnation,
-            step=first_step,
-            batch_size=config.batch_size,
-            max_staleness=config.max_staleness,
-            publish_every=config.publish_every,
-            total_steps=config.total_steps,
-        )
-        store.rollback(first_step - 1)
-    broadcaster = Broadcaster(config.broadcast)
+        _announce(store, config, incarnation, first_step)
     metrics = Metrics("vagen_learner", run.name)
     port = metrics.serve(config.metrics_port) if is_first else 0
     journal = StepJournal(folder / "metrics.jsonl", metrics, config.alarms)
@@ -153,7 +136,7 @@ def _assemble(
         stop=stop,
         first_step=first_step,
         is_first_rank=is_first,
-        publisher=Publisher(store, broadcaster, incarnation),
+        publisher=Publisher(store, Broadcaster(config.broadcast), incarnation),
         probe=probe,
         rescore=rescore,
     )
@@ -165,6 +148,34 @@ def _assemble(
         feeder.close()
         learner.publisher.close()
         journal.close()
+
+
+def _make_update(
+    run: RunConfig, config: LearnerConfig, model_dir: Path, forbidden: torch.Tensor, topology: ParallelTopology
+) -> tuple[VisionLanguageActorCritic, Trainer, PolicyUpdate]:
+    reduce = sum_over_data_parallel if topology.dp_size > 1 else None
+    if reduce is not None and config.advantage.whiten_per == "task":
+        raise ConfigError("$.learner.advantage.whiten_per: expected batch with several data-parallel ranks, got task")
+    model, reference = load_models(model_dir, config)
+    trainer = Trainer(model, adam_options(config.optimizer))
+    update = PolicyUpdate(
+        model, trainer, config, seed=run.seed, forbidden_token_ids=forbidden, reduce=reduce, reference=reference
+    )
+    return model, trainer, update
+
+
+def _announce(store: LearnerStore, config: LearnerConfig, incarnation: str, first_step: int) -> None:
+    """Finish what the checkpoint has made durable, and say where the run goes on."""
+    store.done([step for step in store.pending_manifests() if step < first_step])
+    store.register(
+        incarnation,
+        step=first_step,
+        batch_size=config.batch_size,
+        max_staleness=config.max_staleness,
+        publish_every=config.publish_every,
+        total_steps=config.total_steps,
+    )
+    store.rollback(first_step - 1)
 
 
 def _check_capacity(store: LearnerStore, config: LearnerConfig) -> None:
