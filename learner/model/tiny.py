@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.utils.logging import disable_progress_bar
 
 from vagen.common.errors import ConfigError
 from vagen.common.vision import ImageSpec
@@ -51,6 +52,7 @@ def save_tiny_model(
     if missing:
         raise ConfigError(f"tokenizer lacks the special tokens {missing}")
     model = _build(config, {name: vocabulary[name] for name in names}, len(tokenizer), seed)
+    disable_progress_bar()
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     spec = ImageSpec(
