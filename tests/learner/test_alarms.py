@@ -136,13 +136,21 @@ def test_settings_out_of_bounds_are_refused(raw, message):
 
 
 STATS = SimpleNamespace(
-    losses={"policy_surrogate": 0.0, "value_loss": 0.1, "behaviour_kl": 0.01, "total_loss": 0.1, "clip_share": 0.02},
+    losses={
+        "policy_surrogate": 0.0,
+        "value_loss": 0.1,
+        "behaviour_kl": 0.01,
+        "total_loss": 0.1,
+        "rejected_share": 0.0,
+        "clip_share": 0.02,
+    },
     ratio=SimpleNamespace(
         mean=1.0,
         max=2.0,
         p99=1.5,
         effective_sample_size=0.9,
         capped_share=0.0,
+        clamped_share=0.0,
         fresh=SimpleNamespace(num_tokens=0),
         stale=SimpleNamespace(num_tokens=0),
     ),
