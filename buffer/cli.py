@@ -52,25 +52,41 @@ def serve(
 
 @app.command()
 def audit(
-    config: Config,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", help="Recipe that names the run; by default --run-dir does."),
+    ] = None,
     overrides: Override = None,
     run_dir: RunDir = None,
     redis: Redis = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the accounting identity by reason; exit with 1 when it does not hold, with 2 when it cannot be read."""
+    """Print the accounting identity by reason; exit with 1 when it does not hold, with 2 when it cannot be read.
+
+    Examples:
+
+      vagen buffer audit --run-dir runs/a
+
+      vagen buffer audit --config frozenlake --redis redis://localhost:6379
+    """
     import msgspec
 
     from vagen.buffer.accounting import audit as read_audit
     from vagen.buffer.accounting import format_accounting
     from vagen.buffer.service import read_ready
     from vagen.common.config import RunConfig, read_recipe, section
-    from vagen.common.errors import VagenError
+    from vagen.common.errors import ConfigError, VagenError
 
     try:
-        run = section(read_recipe(config, overrides or ()), "run", RunConfig)
-        url = redis or read_ready(run_dir or Path("runs") / run.name).redis_url
-        accounting = read_audit(url, run.name)
+        if config is not None:
+            name = section(read_recipe(config, overrides or ()), "run", RunConfig).name
+            url = redis or read_ready(run_dir or Path("runs") / name).redis_url
+        elif run_dir is not None:
+            ready = read_ready(run_dir)
+            name, url = ready.run_name, redis or ready.redis_url
+        else:
+            raise ConfigError("expected --run-dir DIR or --config RECIPE")
+        accounting = read_audit(url, name)
     except VagenError as error:
         raise _failure(error) from error
     if as_json:

@@ -37,6 +37,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `ready.json`."""
 
     pid: int
+    run_name: str
     endpoint: str
     redis_url: str
     metrics_port: int | None
@@ -98,7 +99,7 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path) -> None:
             revive=revive,
             report=_Reporter(redis_url, run.name, metrics).report,
         )
-        ready = Ready(pid=os.getpid(), endpoint=endpoint, redis_url=redis_url, metrics_port=port)
+        ready = Ready(pid=os.getpid(), run_name=run.name, endpoint=endpoint, redis_url=redis_url, metrics_port=port)
         _write_atomically(ready_path(run_dir), ready)
         stack.callback(ready_path(run_dir).unlink, missing_ok=True)
         logger.info("run %s: serving at %s, Redis at %s", run.name, endpoint, redis_url)

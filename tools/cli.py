@@ -1,19 +1,15 @@
-"""The command `vagen`. Parses and reports; what it runs is imported inside the commands.
-
-An error of a user is one line on stderr that begins with `error:`, and exit code 2.
-"""
+"""The command `vagen`. Parses and reports; what it runs is imported inside the commands."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vagen.buffer.cli import audit as buffer_audit
+from vagen.tools.buffer_commands import buffer_app
+from vagen.tools.console import user_errors
 
 if TYPE_CHECKING:
     from vagen.learner.sft import SFTProgress
@@ -43,11 +39,9 @@ app = typer.Typer(
       vagen config check my.yaml --set learner.batch_size=48
     """,
 )
-buffer_app = typer.Typer(no_args_is_help=True, help="Look into a running buffer.")
 config_app = typer.Typer(no_args_is_help=True, help="Work with recipes.")
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
-buffer_app.command("audit")(buffer_audit)
 
 Config = Annotated[str, typer.Option("--config", metavar="RECIPE", help="A yaml file, or the name of a shipped one.")]
 Overrides = Annotated[
@@ -254,21 +248,6 @@ def doctor() -> None:
 def _log_sft_step(progress: SFTProgress) -> None:
     if (progress.step + 1) % _SFT_LOG_EVERY == 0:
         logger.info("step %d: loss %.4f, value loss %.4f", progress.step + 1, progress.loss, progress.value_loss)
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Show what we raise on purpose as one line; anything else keeps its traceback."""
-    from vagen.common.errors import ConfigError, VagenError
-
-    try:
-        yield
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except VagenError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

@@ -308,3 +308,12 @@ def test_serves_ipv6(service, connect, heartbeat):
     running.start("tcp://[::1]:*")
     client = connect(running.ready.endpoint, ipv6=True)
     assert client.ask(heartbeat()).reason == ""
+
+
+def test_audit_by_the_run_folder_alone(service):
+    running = service()
+    command = [sys.executable, "-c", "from vagen.tools.cli import app; app()", "buffer", "audit"]
+    done = subprocess.run([*command, "--run-dir", running.run_dir], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "the identity holds" in done.stdout) == (0, True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: expected --run-dir DIR or --config RECIPE\n")
