@@ -48,7 +48,14 @@ Example:
 @app.command("run", help=_RUN_HELP)
 def run_command(
     model: Model,
-    buffer: Annotated[str, typer.Option("--buffer", metavar="tcp://HOST:PORT", help="Where vagen-buffer listens.")],
+    buffer: Annotated[
+        str,
+        typer.Option(
+            "--buffer",
+            metavar="tcp://HOST:PORT[,..]",
+            help="Where vagen-buffer listens; of several shards all, in order: this actor takes one by its name.",
+        ),
+    ],
     engine: Annotated[
         str, typer.Option("--engine", metavar="URL|local", help="An engine, or one of its own.")
     ] = "local",

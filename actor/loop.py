@@ -32,7 +32,7 @@ from vagen.actor.harness import make_harness
 from vagen.actor.rendering import ChatRenderer
 from vagen.actor.sender import Presence, Sender
 from vagen.actor.signals import Signal
-from vagen.actor.spool import Spool
+from vagen.actor.spool import Shard, Spool
 from vagen.common.config import RunConfig
 from vagen.common.errors import EngineError, InfrastructureError, TrajectoryError
 from vagen.common.metrics import Metrics
@@ -48,9 +48,15 @@ _WAIT_S = 1.0
 """Longest wait between two looks at why no episode starts; every cause also wakes the wait."""
 
 
-def plan_task(grant: TaskGrant, *, run: RunConfig, config: ActorConfig, env_name: str, actor_id: str) -> EpisodeTask:
-    """The episode of a position in the run's global sequence: members of a group share the seed."""
-    group = grant.task_index // config.group_size
+def plan_task(
+    grant: TaskGrant, *, run: RunConfig, config: ActorConfig, env_name: str, actor_id: str, shard: Shard = (0, 1)
+) -> EpisodeTask:
+    """The episode of a position in a shard's sequence: members of a group share the seed.
+
+    Shard `k` of `n` plays groups `k`, `k + n`, `k + 2 n` .. of the run, so that all of a group is in one shard.
+    """
+    index, count = shard
+    group = grant.task_index // config.group_size * count + index
     return EpisodeTask(
         seed=config.base_seed + group,
         task=env_name,
@@ -166,7 +172,12 @@ class ActorLoop:
 
     async def _play(self, grant: TaskGrant) -> None:
         task = plan_task(
-            grant, run=self._run, config=self._config, env_name=self._env.name, actor_id=self._spool.actor_id
+            grant,
+            run=self._run,
+            config=self._config,
+            env_name=self._env.name,
+            actor_id=self._spool.actor_id,
+            shard=self._spool.shard,
         )
         env = self._envs.take()
         is_good = False

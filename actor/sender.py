@@ -159,6 +159,11 @@ class Sender:
         return self.status
 
     @property
+    def actor_id(self) -> str:
+        """Of the spool, the same after every start."""
+        return self._spool.actor_id
+
+    @property
     def in_window(self) -> int:
         """Trajectories sent and unacked."""
         return len(self._window)
@@ -186,7 +191,7 @@ class Sender:
             return ()
         self._request = asyncio.get_running_loop().create_future()
         try:
-            await self._post(Kind.REQUEST, CreditRequest(run_id=self._run_id, actor_id=self._spool.actor_id, want=want))
+            await self._post(Kind.REQUEST, CreditRequest(run_id=self._run_id, actor_id=self.actor_id, want=want))
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 return (await self._request).tasks
         except TimeoutError:
@@ -199,7 +204,7 @@ class Sender:
         if self._connected:
             message = EpisodeFailed(
                 run_id=self._run_id,
-                actor_id=self._spool.actor_id,
+                actor_id=self.actor_id,
                 task_index=task.task_index,
                 attempt=task.attempt,
                 error=error[:500],
@@ -257,7 +262,8 @@ class Sender:
     async def _send(self) -> None:
         """Fill the window, oldest first."""
         while True:
-            while not (self._connected and self._outbox and len(self._window) < self._size):
+            # What is in flight belongs to one shard of the buffer, and only a status tells which one this is.
+            while not (self.status and self._connected and self._outbox and len(self._window) < self._size):
                 await self.changed.wait(60.0)
             entry = self._outbox.popleft()
             if not self._spool.holds(entry.trajectory_id):
@@ -294,10 +300,10 @@ class Sender:
             logger.warning("trajectory %s refused: %s: %s", ULID(refusal.trajectory_id), refusal.field, refusal.problem)
             self._settle(refusal.trajectory_id, "refused")
         elif kind == Kind.STATUS:
-            self.status = decode_message(body, Status)
+            self._learn(decode_message(body, Status))
         elif kind == Kind.GRANT:
             grant = decode_message(body, Grant)
-            self.status = grant.status
+            self._learn(grant.status)
             self._heartbeat_s = min(self._heartbeat_s, grant.lease_s / 3)
             if self._request is not None and not self._request.done():
                 self._request.set_result(grant)
@@ -306,6 +312,10 @@ class Sender:
                 self._late_tasks += [(expires_at, task) for task in grant.tasks]
         else:
             raise WireError(f"unknown kind {kind[:8]!r}")
+
+    def _learn(self, status: Status) -> None:
+        self._spool.assign((status.shard, status.num_shards))
+        self.status = status
 
     def _take_late(self, want: int) -> list[TaskGrant]:
         """Tasks of grants that came after their request had timed out, while their lease lasts."""
@@ -355,7 +365,7 @@ class Sender:
         tasks = {index for index, _ in self._presence.running} | set(self._unacked_tasks.values())
         return Heartbeat(
             run_id=self._run_id,
-            actor_id=self._spool.actor_id,
+            actor_id=self.actor_id,
             incarnation=self._incarnation,
             journalled=self._spool.journalled,
             in_flight=self._spool.in_flight,

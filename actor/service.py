@@ -6,12 +6,15 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from vagen.actor.child_engine import child_engine
 from vagen.actor.client import HttpEngineClient
@@ -30,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorOptions:
-    """What the command line says. `engine` is a URL, or `local` for an engine of the actor's own."""
+    """What the command line says. `engine` is a URL, or `local` for an engine of the actor's own.
+
+    `buffer` lists the endpoints of the buffer's shards, in their order and separated by commas.
+    """
 
     engine: str
     buffer: str
@@ -88,7 +94,7 @@ async def serve(options: ActorOptions, sections: ActorSections) -> None:
     spool = Spool(options.data_dir, sections.run.name, config.spool_max_bytes)
     try:
         sender = Sender(
-            options.buffer,
+            choose_endpoint(options.buffer, options.name, spool),
             spool,
             presence,
             metrics,
@@ -116,7 +122,7 @@ async def serve(options: ActorOptions, sections: ActorSections) -> None:
                         presence=presence,
                         metrics=metrics,
                     )
-                    _write_ready(options, sections, spool.actor_id, client.url, metrics.serve(config.metrics_port))
+                    _write_ready(options, sections, sender, client.url, metrics.serve(config.metrics_port))
                     await actor.run(stop)
                 finally:
                     await client.close()
@@ -148,7 +154,19 @@ async def _serving(sender: Sender, timeout_s: float) -> AsyncIterator[None]:
         await sender.close()
 
 
-def _write_ready(options: ActorOptions, sections: ActorSections, actor_id: str, engine: str, port: int) -> None:
+def choose_endpoint(endpoints: str, name: str, spool: Spool) -> str:
+    """The shard that an actor sends to: the one that has what is unacked, else one that its name decides.
+
+    Actors that are named by numbers spread evenly.
+    """
+    shards = endpoints.split(",")
+    if spool.in_flight and spool.shard[1] == len(shards):
+        return shards[spool.shard[0]]
+    number = re.search(r"\d+$", name)
+    return shards[(int(number[0]) if number else xxhash.xxh3_64_intdigest(name.encode())) % len(shards)]
+
+
+def _write_ready(options: ActorOptions, sections: ActorSections, sender: Sender, engine: str, port: int) -> None:
     """Write `ready.json`, which exists while episodes may run, and the settings that are in force."""
     folder = options.actor_dir
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,12 +175,12 @@ def _write_ready(options: ActorOptions, sections: ActorSections, actor_id: str, 
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     ready = {
         "pid": os.getpid(),
-        "actor_id": actor_id,
+        "actor_id": sender.actor_id,
         "engine": engine,
-        "buffer": options.buffer,
+        "buffer": sender.url,
         "metrics_port": port,
     }
     partial = folder / "ready.json.partial"
     partial.write_text(json.dumps(ready) + "\n")
     partial.replace(folder / "ready.json")
-    logger.info("actor %s ready: engine %s, buffer %s", actor_id, engine, options.buffer)
+    logger.info("actor %s ready: engine %s, buffer %s", sender.actor_id, engine, sender.url)

@@ -41,6 +41,9 @@ CREATE TABLE IF NOT EXISTS spool (
     payload BLOB NOT NULL
 );
 """
+Shard = tuple[int, int]
+"""Which part of the run's buffer, and of how many."""
+
 _MAX_BATCH = 64
 _QUEUE_LENGTH = 4096
 _CLOSE_TIMEOUT_S = 10.0
@@ -77,10 +80,14 @@ class Spool:
         self._path = data_dir / "spool.sqlite3"
         self.max_bytes = max_bytes
         try:
-            self.actor_id, self.journalled, entries = _prepare(self._path, run_id)
+            meta, self.journalled, entries = _prepare(self._path, run_id)
         except BaseException:
             os.close(self._lock)
             raise
+        self.actor_id = meta["actor_id"]
+        index, _, count = meta.get("shard", "0/1").partition("/")
+        self.shard: Shard = (int(index), int(count))
+        """Where what is in flight was sent."""
         self._entries: dict[bytes, Entry] = {entry.trajectory_id: entry for entry in entries}
         self.num_bytes = sum(entry.num_bytes for entry in entries)
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_QUEUE_LENGTH)
@@ -101,6 +108,26 @@ class Spool:
     def entries(self) -> list[Entry]:
         """What is in flight, oldest first."""
         return sorted(self._entries.values(), key=lambda entry: entry.actor_seq)
+
+    def assign(self, shard: Shard) -> None:
+        """Send to this shard from now on.
+
+        Raises `ConfigError` when something in flight went to another: whether it was stored, only that one knows.
+        """
+        if shard == self.shard:
+            return
+        if self._entries:
+            raise ConfigError(
+                f"--buffer: {len(self._entries)} trajectories in {self._path} were sent to shard {self.shard[0]} of "
+                f"{self.shard[1]} and are unacked, this is shard {shard[0]} of {shard[1]}; start this actor with its "
+                "former --buffer until they are acked"
+            )
+        self.shard = shard
+
+        def remember(connection: sqlite3.Connection) -> None:
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('shard', ?)", (f"{shard[0]}/{shard[1]}",))
+
+        self._enqueue(remember, None)
 
     def holds(self, trajectory_id: bytes) -> bool:
         """Whether the trajectory is in flight."""
@@ -234,8 +261,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _prepare(path: Path, run_id: str) -> tuple[str, int, list[Entry]]:
-    """Actor id, highest sequence given, and entries in flight."""
+def _prepare(path: Path, run_id: str) -> tuple[dict[str, str], int, list[Entry]]:
+    """What the file knows of itself, highest sequence given, and entries in flight."""
     try:
         with contextlib.closing(_connect(path)) as connection:
             connection.executescript(_SCHEMA)
@@ -253,7 +280,7 @@ def _prepare(path: Path, run_id: str) -> tuple[str, int, list[Entry]]:
             f"{path}: belongs to run {meta['run_id']!r}, this is run {run_id!r}; sequences count one run, "
             "so pass another --data-dir"
         )
-    return meta["actor_id"], last, [Entry(*row) for row in rows]
+    return meta, last, [Entry(*row) for row in rows]
 
 
 def _lock(path: Path) -> int:

@@ -27,6 +27,7 @@ def serve(
     run_dir: RunDir = None,
     endpoint: Annotated[str | None, typer.Option(help="Where actors connect, for example tcp://0.0.0.0:5600.")] = None,
     redis: Redis = None,
+    shard: Annotated[int, typer.Option(min=0, help="Which of buffer.shards this process serves.")] = 0,
 ) -> None:
     """Take in trajectories and pace the actors, until SIGTERM or SIGINT.
 
@@ -45,7 +46,9 @@ def serve(
         options |= {} if endpoint is None else {"endpoint": endpoint}
         options |= {} if redis is None else {"redis_url": redis}
         run = section(recipe, "run", RunConfig)
-        run_service(run, section({"buffer": options}, "buffer", BufferConfig), run_dir or Path("runs") / run.name)
+        run_service(
+            run, section({"buffer": options}, "buffer", BufferConfig), run_dir or Path("runs") / run.name, shard
+        )
     except VagenError as error:
         raise _failure(error) from error
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from vagen.buffer.keys import MAX_SHARDS
 from vagen.common.config import Section, require
+
+URL_FORMS = "redis://, rediss://, unix://, redis+cluster:// or rediss+cluster:// URL"
 
 FSYNC_RISK = {
     "always": "an acknowledged trajectory survives a crash of Redis and a power cut",
@@ -21,11 +24,14 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     endpoint: str = "tcp://127.0.0.1:5600"
     """Where actors connect; port `*` picks a free one, which `ready.json` names."""
     redis_url: str | None = None
-    """`redis://`, `rediss://` or `unix://`; none starts an embedded Valkey in the run's folder."""
+    """`redis://`, `rediss://`, `unix://`, or `redis+cluster://` with any node of a cluster; none starts an embedded
+    Valkey in the run's folder."""
     fsync: Literal["always", "everysec", "none"] = "always"
     """When Redis makes a commit durable; see `FSYNC_RISK`."""
+    shards: int = 1
+    """Independent parts of the buffer, each with an ingest of its own (`vagen-buffer serve --shard K`)."""
     capacity_bytes: int = 1 << 30
-    """Payload bytes held, the room promised to incomplete groups among them."""
+    """Payload bytes held by a shard, the room promised to incomplete groups among them."""
     group_timeout_s: float = 120.0
     """How long the first member of a group waits for the others."""
     lease_s: float = 30.0
@@ -49,11 +55,13 @@ class BufferConfig(Section, frozen=True, kw_only=True):
             "tcp://HOST:PORT or ipc://PATH",
         )
         require(
-            self.redis_url is None or re.match(r"(redis|rediss|unix)://.", self.redis_url) is not None,
+            self.redis_url is None
+            or re.match(r"(redis|rediss|unix|redis\+cluster|rediss\+cluster)://.", self.redis_url) is not None,
             "buffer.redis_url",
             self.redis_url,
-            "redis://, rediss:// or unix:// URL",
+            URL_FORMS,
         )
+        require(1 <= self.shards <= MAX_SHARDS, "buffer.shards", self.shards, f"1 <= int <= {MAX_SHARDS}")
         require(self.capacity_bytes >= 1 << 16, "buffer.capacity_bytes", self.capacity_bytes, f"int >= {1 << 16}")
         for name in ("group_timeout_s", "lease_s", "heartbeat_timeout_s", "start_timeout_s"):
             value = getattr(self, name)

@@ -19,12 +19,15 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from vagen.buffer.cluster import MOVED, is_cluster_url, make_slot_pool
+from vagen.buffer.config import URL_FORMS
 from vagen.buffer.keys import Keys
 from vagen.buffer.lua import source
 from vagen.common.errors import BufferUnavailableError, ConfigError
 
-TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError, ExecAbortError)
-"""A restart or a failover of Redis: the same call may succeed later. Loading is a connection error to redis-py."""
+TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError, ExecAbortError, *MOVED)
+"""A restart or a failover of Redis, or a slot on the move: the same call may succeed later. Loading is a connection
+error to redis-py."""
 
 SOCKET_TIMEOUT_S = 30.0
 FIRST_CONTACT_S = 5.0
@@ -32,21 +35,25 @@ FIRST_CONTACT_S = 5.0
 T = TypeVar("T")
 
 
-def make_client(url: str, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
+def make_client(url: str, socket_timeout_s: float = SOCKET_TIMEOUT_S, *, keys: Keys | None = None) -> redis.Redis:
     """A client that connects on first use and never retries by itself.
 
-    Raises `ConfigError` for a malformed URL.
+    Of a cluster (`redis+cluster://`, `rediss+cluster://`) it reaches the node that serves `keys`. Raises `ConfigError`
+    for a malformed URL.
     """
+    options: dict[str, Any] = {
+        "protocol": 3,
+        "socket_timeout": socket_timeout_s,
+        "socket_connect_timeout": FIRST_CONTACT_S,
+        "retry": Retry(NoBackoff(), 0),
+    }
     try:
-        return redis.Redis.from_url(
-            url,
-            protocol=3,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=FIRST_CONTACT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
+        if is_cluster_url(url):
+            assert keys is not None, "a client of a cluster needs keys that say which node it wants"
+            return redis.Redis.from_pool(make_slot_pool(url, keys.prefix, **options))
+        return redis.Redis.from_url(url, **options)
     except ValueError as error:
-        raise ConfigError(f"$.buffer.redis_url: expected redis://, rediss:// or unix:// URL, got {url!r}") from error
+        raise ConfigError(f"$.buffer.redis_url: expected {URL_FORMS}, got {url!r}") from error
 
 
 def first_contact(client: redis.Redis, url: str, timeout_s: float = FIRST_CONTACT_S) -> None:

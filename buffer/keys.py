@@ -1,11 +1,40 @@
-"""Every key in Redis: `vagen:{<run>}:` and one of the names below.
+"""Every key in Redis: `vagen:{<tag>}:` and one of the names below.
 
-The braces are the hash tag of Redis Cluster: all keys of a run live in one slot, so a script may touch any of them.
+The braces are the hash tag of Redis Cluster: all keys of a shard live in one slot, so a script may touch any of them.
+The tag of a run with one shard is its name; those of several shards are chosen so that their slots spread evenly.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+import itertools
+from dataclasses import dataclass
+
+from redis.crc import key_slot
+
+NUM_SLOTS = 16384
+"""Of a Redis Cluster."""
+MAX_SHARDS = 1024
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` independent parts of a run's buffer."""
+
+    index: int = 0
+    count: int = 1
+
+    def tag(self, run_name: str) -> str:
+        """The hash tag of this shard; its slot lies in the shard's equal share of all slots."""
+        return run_name if self.count == 1 else _spread_tag(run_name, self.index, self.count)
+
+
+@functools.cache
+def _spread_tag(run_name: str, index: int, count: int) -> str:
+    low, high = (NUM_SLOTS * i // count for i in (index, index + 1))
+    tags = (f"{run_name}/{index}.{count}.{salt}" for salt in itertools.count())
+    return next(tag for tag in tags if low <= key_slot(tag.encode()) < high)
 
 
 class Key(enum.Enum):
@@ -72,10 +101,10 @@ class Key(enum.Enum):
 
 
 class Keys:
-    """Builds the keys of one run."""
+    """Builds the keys of one shard of a run."""
 
-    def __init__(self, run_name: str) -> None:
-        self.prefix = f"vagen:{{{run_name}}}:"
+    def __init__(self, run_name: str, shard: Shard = Shard()) -> None:
+        self.prefix = f"vagen:{{{shard.tag(run_name)}}}:"
 
     def __getitem__(self, key: Key) -> str:
         return self.prefix + key.value

@@ -21,11 +21,11 @@ import zmq
 from vagen.buffer.accounting import REASONS, read_accounting, read_status
 from vagen.buffer.config import FSYNC_RISK, BufferConfig
 from vagen.buffer.connection import first_contact, make_client
-from vagen.buffer.keys import Keys
+from vagen.buffer.keys import Keys, Shard
 from vagen.buffer.loop import Ingest, bind_router
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.store import IngestStore
-from vagen.common.config import RunConfig
+from vagen.common.config import RunConfig, require
 from vagen.common.errors import ConfigError
 from vagen.common.logging import setup_logging
 from vagen.common.metrics import Metrics
@@ -43,31 +43,40 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int | None
 
 
-def ready_path(run_dir: Path) -> Path:
+def buffer_dir(run_dir: Path, shard: int = 0) -> Path:
+    """The folder of one shard's service below a run folder."""
+    return run_dir / ("buffer" if shard == 0 else f"buffer-{shard}")
+
+
+def ready_path(run_dir: Path, shard: int = 0) -> Path:
     """Where a service of this run folder says that it is ready."""
-    return run_dir / "buffer" / "ready.json"
+    return buffer_dir(run_dir, shard) / "ready.json"
 
 
-def read_ready(run_dir: Path) -> Ready:
+def read_ready(run_dir: Path, shard: int = 0) -> Ready:
     """What the service of a run folder said when it became ready.
 
     Raises `ConfigError` when there is none.
     """
-    path = ready_path(run_dir)
+    path = ready_path(run_dir, shard)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Ready)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; start `vagen-buffer serve --run-dir {run_dir}`") from None
+        raise ConfigError(
+            f"{path}: no such file; start `vagen-buffer serve --run-dir {run_dir} --shard {shard}`"
+        ) from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def serve(run: RunConfig, config: BufferConfig, run_dir: Path) -> None:
-    """Serve until SIGTERM or SIGINT.
+def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -> None:
+    """Serve one shard until SIGTERM or SIGINT.
 
     Raises `ConfigError` or `BufferUnavailableError` when it cannot start.
     """
-    folder = run_dir / "buffer"
+    require(0 <= shard < config.shards, "buffer --shard", shard, f"0 <= int < buffer.shards ({config.shards})")
+    folder = buffer_dir(run_dir, shard)
+    keys = Keys(run.name, Shard(shard, config.shards))
     setup_logging(run.log_level, folder / "buffer.log")
     stop_signal: list[int] = []
 
@@ -84,8 +93,8 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path) -> None:
         socket = bind_router(context, config.endpoint)
         stack.callback(socket.close)
         endpoint = socket.get_string(zmq.LAST_ENDPOINT)
-        redis_url, revive = _start_redis(config, folder, stack)
-        store = _open_store(redis_url, run, config)
+        redis_url, revive = _start_redis(config, keys, folder, stack)
+        store = _open_store(redis_url, run, config, shard)
         stack.callback(store.close)
         metrics = Metrics("vagen_buffer", run.name)
         port = None if config.metrics_port is None else metrics.serve(config.metrics_port)
@@ -97,20 +106,24 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path) -> None:
             config=config,
             stopping=lambda: bool(stop_signal),
             revive=revive,
-            report=_Reporter(redis_url, run.name, metrics).report,
+            report=_Reporter(redis_url, keys, metrics).report,
         )
         ready = Ready(pid=os.getpid(), run_name=run.name, endpoint=endpoint, redis_url=redis_url, metrics_port=port)
-        _write_atomically(ready_path(run_dir), ready)
-        stack.callback(ready_path(run_dir).unlink, missing_ok=True)
-        logger.info("run %s: serving at %s, Redis at %s", run.name, endpoint, redis_url)
+        _write_atomically(folder / "ready.json", ready)
+        stack.callback((folder / "ready.json").unlink, missing_ok=True)
+        logger.info(
+            "run %s, shard %d of %d: serving at %s, Redis at %s", run.name, shard, config.shards, endpoint, redis_url
+        )
         ingest.run()
         logger.info("stopping on signal %d", stop_signal[0])
 
 
-def _start_redis(config: BufferConfig, folder: Path, stack: contextlib.ExitStack) -> tuple[str, Callable[[], object]]:
+def _start_redis(
+    config: BufferConfig, keys: Keys, folder: Path, stack: contextlib.ExitStack
+) -> tuple[str, Callable[[], object]]:
     """The URL of Redis and what revives it; an embedded one stops with the stack."""
     if config.redis_url is not None:
-        first_contact(make_client(config.redis_url), config.redis_url)
+        first_contact(make_client(config.redis_url, keys=keys), config.redis_url)
         return config.redis_url, lambda: None
     valkey = EmbeddedValkey(folder / "valkey", config.fsync)
     valkey.start(config.start_timeout_s)
@@ -118,8 +131,8 @@ def _start_redis(config: BufferConfig, folder: Path, stack: contextlib.ExitStack
     return valkey.url, valkey.revive
 
 
-def _open_store(redis_url: str, run: RunConfig, config: BufferConfig) -> IngestStore:
-    store = IngestStore(redis_url, run.name, config)
+def _open_store(redis_url: str, run: RunConfig, config: BufferConfig, shard: int) -> IngestStore:
+    store = IngestStore(redis_url, run.name, config, shard)
     store.check_durability()
     store.announce()
     log = logger.info if config.fsync == "always" else logger.warning
@@ -130,9 +143,9 @@ def _open_store(redis_url: str, run: RunConfig, config: BufferConfig) -> IngestS
 class _Reporter:
     """Sets the gauges from a snapshot of Redis."""
 
-    def __init__(self, redis_url: str, run_name: str, metrics: Metrics) -> None:
-        self._client = make_client(redis_url)
-        self._keys = Keys(run_name)
+    def __init__(self, redis_url: str, keys: Keys, metrics: Metrics) -> None:
+        self._client = make_client(redis_url, keys=keys)
+        self._keys = keys
         self._metrics = metrics
 
     def report(self) -> None:

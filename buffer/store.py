@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 from vagen.buffer import admission
 from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import make_client, run_read_only, run_script
-from vagen.buffer.keys import Key, Keys
+from vagen.buffer.keys import Key, Keys, Shard
 from vagen.buffer.lua import source
 from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request
 from vagen.common.errors import ConfigError
@@ -50,10 +50,11 @@ class Committed(NamedTuple):
 class IngestStore:
     """Redis as the ingest sees it. Every method may raise one of `connection.TRANSIENT`."""
 
-    def __init__(self, redis_url: str, run_name: str, config: BufferConfig) -> None:
+    def __init__(self, redis_url: str, run_name: str, config: BufferConfig, shard: int = 0) -> None:
         self._config = config
-        self._client = make_client(redis_url)
-        self._keys = Keys(run_name)
+        self._shard = Shard(shard, config.shards)
+        self._keys = Keys(run_name, self._shard)
+        self._client = make_client(redis_url, keys=self._keys)
 
     def ping(self) -> None:
         """Return when Redis answers and has loaded its data."""
@@ -179,6 +180,8 @@ class IngestStore:
                 EngineStatus(url=url, incarnation=info["incarnation"], policy_version=info["version"])
                 for url, info in engines
             ),
+            shard=self._shard.index,
+            num_shards=self._shard.count,
         )
 
 

@@ -151,7 +151,7 @@ class Trajectory(Record, frozen=True, kw_only=True):
     task: str
     """What is to be solved, as the environment names it."""
     task_index: int
-    """Position in the run's global sequence of tasks."""
+    """Position in the sequence of tasks of the buffer's shard that granted it."""
     seed: int
     group_id: str
     group_size: int = 1

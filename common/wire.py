@@ -130,6 +130,9 @@ class Status(Record, frozen=True, kw_only=True):
     """Engines admitted to take traffic."""
     reason: str = ""
     """Why no credit was granted, empty when some was."""
+    shard: int = 0
+    """Of `num_shards` parts of the run's buffer, the one that answers."""
+    num_shards: int = 1
 
 
 class EpisodeFailed(Record, frozen=True, kw_only=True):
