@@ -11,7 +11,7 @@ import pytest
 
 from vagen.actor.client import HttpEngineClient
 from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
-from vagen.actor.loop import ActorLoop
+from vagen.actor.loop import ActorLoop, plan_task
 from vagen.actor.rendering import ChatRenderer
 from vagen.actor.sender import Presence, Sender
 from vagen.actor.spool import Spool
@@ -338,3 +338,17 @@ def test_a_bug_ends_the_process_instead_of_hiding(
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(main())
     assert caught.group_contains(KeyError)
+
+
+def test_shards_play_disjoint_groups_that_cover_the_run() -> None:
+    config = ActorConfig(group_size=2)
+
+    def play(shard: int, index: int) -> tuple[str, int]:
+        grant = TaskGrant(task_index=index, attempt=0)
+        task = plan_task(grant, run=RunConfig(name="r"), config=config, env_name="e", actor_id="a", shard=(shard, 3))
+        return task.group_id, task.seed
+
+    groups = [[play(shard, index) for index in range(8)] for shard in range(3)]
+    for of_shard in groups:
+        assert of_shard[::2] == of_shard[1::2], "members of a group share group and seed"
+    assert sorted(seed for of_shard in groups for _, seed in of_shard[::2]) == list(range(12))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from ulid import ULID
 
+from vagen.actor.service import choose_endpoint
 from vagen.actor.spool import Spool
 from vagen.common.errors import ConfigError, TrajectoryError
 from vagen.common.trajectory import End, EngineIdentity, RewardEntry, Row, SamplingParams, Trajectory, Turn
@@ -182,7 +183,8 @@ _WRITER = """
     import asyncio, importlib.util, sys
     from pathlib import Path
     import vagen.actor.spool
-    from vagen.actor.spool import Spool
+    from vagen.actor.service import choose_endpoint
+from vagen.actor.spool import Spool
 
     spec = importlib.util.spec_from_file_location("here", sys.argv[1])
     here = importlib.util.module_from_spec(spec)
@@ -347,3 +349,26 @@ def test_the_power_cut_is_real(sync_shim: Path, tmp_path: Path) -> None:
     except ConfigError:
         kept = set()
     assert not told <= kept
+
+
+def test_what_is_in_flight_stays_with_its_shard(tmp_path: Path) -> None:
+    async def main() -> None:
+        spool = Spool(tmp_path, "run", MANY)
+        spool.assign((1, 3))
+        entry = await spool.journal(make_trajectory())
+        with pytest.raises(ConfigError, match="1 trajectories .* shard 1 of 3 .* this is shard 0 of 3"):
+            spool.assign((0, 3))
+        await spool.close()
+
+        spool = Spool(tmp_path, "run", MANY)
+        assert spool.shard == (1, 3)
+        assert choose_endpoint("a,b,c", "actor-2", spool) == "b"
+        spool.release(entry.trajectory_id)
+        assert [choose_endpoint("a,b,c", f"actor-{i}", spool) for i in range(4)] == ["a", "b", "c", "a"]
+        spool.assign((0, 3))
+        await spool.close()
+        spool = Spool(tmp_path, "run", MANY)
+        assert spool.shard == (0, 3)
+        await spool.close()
+
+    asyncio.run(main())
