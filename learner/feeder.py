@@ -1,7 +1,7 @@
-"""Batches ahead of time: claims, fetches and prepares the next one in a thread while the present one trains.
+"""Batches ahead of time: takes, reads and prepares the next one in a thread while the present one trains.
 
-Every rank claims the same step and gets the same sealed manifest, so no rank has to tell another; each then takes its
-own part of it, a function of (manifest, number of ranks).
+Every rank takes the same step and gets the same manifest, so no rank has to tell another; each then reads its own part
+of it, a function of (manifest, number of ranks).
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from typing import Any
 
-from vagen.buffer.learner_store import LearnerStore, Manifest, Order
+from vagen.buffer.learner_store import Manifest
 from vagen.common.errors import VagenError
-from vagen.common.wire import decode_trajectory
 from vagen.learner.batching import RowPreparer, TrainingBatch, partition, prepare_batch
+from vagen.learner.sources import BatchSource
 
 __all__ = ["BatchFeeder", "Feed"]
 
@@ -32,18 +34,18 @@ class Feed:
     manifest: Manifest
     batch: TrainingBatch
     seconds: dict[str, float]
+    version: int | None = None
+    """Policy version of the weights before the step, where the source says it: see `BatchSource.version_before`."""
+    notes: Mapping[str, Any] | None = None
+    """What a replay says of the batch."""
 
 
 class BatchFeeder:
     """One batch in preparation at a time."""
 
-    def __init__(
-        self, store: LearnerStore, preparer: RowPreparer, *, batch_size: int, order: Order, dp_rank: int, dp_size: int
-    ) -> None:
-        self._store = store
+    def __init__(self, source: BatchSource, preparer: RowPreparer, *, dp_rank: int, dp_size: int) -> None:
+        self._source = source
         self._preparer = preparer
-        self._batch_size = batch_size
-        self._order = order
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="feeder")
@@ -77,18 +79,23 @@ class BatchFeeder:
         while manifest is None:
             if self._closed.is_set():
                 raise VagenError("the feeder was closed")
-            manifest = self._store.claim(step, self._batch_size, timeout_s=_CLAIM_WAIT_S, order=self._order)
+            manifest = self._source.take(step, timeout_s=_CLAIM_WAIT_S)
         claimed = time.perf_counter()
         mine = partition([entry.num_bytes for entry in manifest.entries], self._dp_size)[self._dp_rank]
         entries = [manifest.entries[index] for index in mine]
-        payloads = self._store.fetch([entry.trajectory_id for entry in entries])
+        trajectories = self._source.read(entries)
         fetched = time.perf_counter()
         groups = {name: index for index, name in enumerate(dict.fromkeys(e.group_id for e in manifest.entries))}
-        trajectories = [decode_trajectory(payload) for payload in payloads]
         batch = prepare_batch(trajectories, [entry.staleness for entry in entries], groups, self._preparer)
         seconds = {
             "claim": claimed - started,
             "fetch": fetched - claimed,
             "prepare": time.perf_counter() - fetched,
         }
-        return Feed(manifest=manifest, batch=batch, seconds=seconds)
+        return Feed(
+            manifest=manifest,
+            batch=batch,
+            seconds=seconds,
+            version=self._source.version_before(manifest),
+            notes=self._source.notes(manifest),
+        )

@@ -68,6 +68,7 @@ class StepJournal:
             "publish": _publish_fields(published),
             "probe_mismatch": probe_mismatch,
             "seconds": seconds,
+            **({} if feed.notes is None else {"replay": dict(feed.notes)}),
         }
         self._watch(line)
         self._file.write(json.dumps(line) + "\n")

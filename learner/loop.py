@@ -14,7 +14,8 @@
               `done` frees the steps it contains.
 
 A kill at any point is repaired at start: the newest checkpoint says the step, later manifests are claimed again
-identically. Rank 0 alone talks to engines and marks progress; every rank claims the same sealed manifest.
+identically. Rank 0 alone talks to engines and marks progress; every rank claims the same sealed manifest. A replay is
+the same loop over another source, without a publisher: `publish` and the probe are left out.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from vagen.buffer.learner_store import LearnerStore
 from vagen.common.errors import InfrastructureError
 from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.config import LearnerConfig
@@ -36,6 +37,7 @@ from vagen.learner.model.checkpoint_io import save_checkpoint
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.probe import Probe
 from vagen.learner.publisher import Published, Publisher
+from vagen.learner.sources import BatchSource
 from vagen.learner.update import PolicyUpdate, UpdateStats
 
 __all__ = ["Learner"]
@@ -54,44 +56,49 @@ class Learner:
     trainer: Trainer
     update: PolicyUpdate
     feeder: BatchFeeder
-    store: LearnerStore
+    source: BatchSource
     checkpoints: CheckpointFolder
     journal: StepJournal
     stop: threading.Event
     first_step: int
+    last_step: int
+    """At most `config.total_steps`; a saved buffer may end before."""
     is_first_rank: bool
-    publisher: Publisher
+    publisher: Publisher | None
+    """None for a replay, which has no engines."""
     probe: Probe | None
     rescore: Callable[[Probe, str, int], float]
     """Mean |engine - learner| log-probability of a probe that the engine at a URL samples with a version."""
+    on_step: Callable[[dict[str, Any]], None] = lambda line: None
+    """Is given each line of the journal."""
     _trained: list[int] = field(default_factory=list)
     _skipped_in_a_row: int = 0
     _saving_s: float = 0.0
     """Of the checkpoint since the last recorded step."""
 
     def run(self) -> int:
-        """Train up to `total_steps`, or until `stop`; returns the step reached. Leaves a checkpoint of it."""
+        """Train up to `last_step`, or until `stop`; returns the step reached. Leaves a checkpoint of it."""
         config = self.config
         step = self.first_step
         self._publish(step)
-        while step < config.total_steps and not self.stop.is_set():
+        while step < self.last_step and not self.stop.is_set():
             clock = _Clock()
             with clock.stage("wait_data"):
                 feed = self._wait_for(step)
             if feed is None:
                 break
-            if config.prefetch and step + 1 < config.total_steps:
+            if config.prefetch and step + 1 < self.last_step:
                 self.feeder.request(step + 1)
-            if self.probe is None and config.probe_prompts:
+            if self.publisher is not None and self.probe is None and config.probe_prompts:
                 self.probe = Probe.of(feed.batch.trajectories, config.probe_prompts)
             with clock.stage("update"):
-                stats = self.update.run(feed.batch, step, self.publisher.version)
+                stats = self.update.run(feed.batch, step, self._version(feed))
                 self._give_up_on_skips(stats)
-            self.store.mark_trained(step)
+            self.source.mark_trained(step)
             self._trained.append(step)
             published, mismatch = None, None
             with clock.stage("publish"):
-                if (step + 1) % config.publish_every == 0 or step + 1 == config.total_steps:
+                if (step + 1) % config.publish_every == 0 or step + 1 == self.last_step:
                     published = self._publish(step + 1)
             with clock.stage("probe"):
                 if published is not None:
@@ -111,6 +118,8 @@ class Learner:
             feed = self.feeder.wait(_TEND_EVERY_S)
             if feed is not None:
                 return feed
+            if self.publisher is None:
+                continue
             if self.is_first_rank:
                 self.publisher.tend_members()
             if time.monotonic() - reminded > _REMIND_EVERY_S:
@@ -127,8 +136,16 @@ class Learner:
                 )
         return None
 
+    def _version(self, feed: Feed) -> int:
+        """Of the present weights, -1 where no version has them."""
+        if feed.version is not None:
+            return feed.version
+        return -1 if self.publisher is None else self.publisher.version
+
     def _publish(self, step: int) -> Published | None:
         """Collective over tensor-parallel ranks; rank 0 sends."""
+        if self.publisher is None:
+            return None
         tensors = self.trainer.model.engine_named_tensors()
         return self.publisher.publish(tensors, step) if self.is_first_rank else None
 
@@ -144,10 +161,8 @@ class Learner:
             return None
 
     def _is_checkpoint_due(self, step: int) -> bool:
-        if step % self.config.checkpoint_every == 0 or step == self.config.total_steps:
-            return True
-        status = self.store.status()
-        return status.capacity_bytes > 0 and status.claimed_bytes > status.capacity_bytes / 2
+        is_regular = step % self.config.checkpoint_every == 0 or step == self.last_step
+        return is_regular or self.source.needs_checkpoint()
 
     def _save(self, step: int) -> None:
         """A checkpoint before `step`, and then, when it is durable, `done` for the steps it contains."""
@@ -161,7 +176,7 @@ class Learner:
             }
             save_checkpoint(path, self.trainer.model, self.trainer, record)
         if self.is_first_rank:
-            self.store.done(self._trained)
+            self.source.done(self._trained)
             self.checkpoints.prune()
         self._trained.clear()
         self._saving_s = time.perf_counter() - started
@@ -200,13 +215,14 @@ class Learner:
         logger.info(
             "step %d version %d: success %.3f, reward %.3f, staleness %s, ess %.2f, %.2f s",
             step,
-            self.publisher.version,
+            self._version(feed),
             line["success"],
             line["reward_mean"],
             line["staleness"],
             line["ratio"]["ess"],
             clock.total,
         )
+        self.on_step(line)
 
 
 class _Clock:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from vagen.buffer.learner_store import LearnerStore
 from vagen.common.config import RunConfig, section
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
+from vagen.common.trajectory import VisionTokens
 from vagen.common.vocabulary import vision_tokens
 from vagen.learner.batching import RowPreparer
 from vagen.learner.broadcast import Broadcaster, probe_engine
@@ -36,11 +39,69 @@ from vagen.learner.model.parallel import ParallelTopology, parallel_session, sum
 from vagen.learner.probe import Probe
 from vagen.learner.publisher import Publisher
 from vagen.learner.sft import adam_options
+from vagen.learner.sources import BatchSource, BufferSource
 from vagen.learner.update import PolicyUpdate, load_models
 
-__all__ = ["run_learner"]
+__all__ = ["LearnerParts", "export_model", "learner_parts", "run_learner"]
 
 logger = logging.getLogger(__name__)
+
+_EXPORT_STEP_FILE = "learner.step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerParts:
+    """One rank's model with its checkpoint loaded, and what every learner needs around it."""
+
+    run: RunConfig
+    config: LearnerConfig
+    folder: Path
+    """RUN_DIR/learner."""
+    topology: ParallelTopology
+    vision: VisionTokens
+    forbidden: torch.Tensor
+    trainer: Trainer
+    update: PolicyUpdate
+    checkpoints: CheckpointFolder
+    first_step: int
+    probe: Probe | None
+    preparer: RowPreparer
+    journal: StepJournal
+    metrics_port: int
+    stop: threading.Event
+    """Set by SIGTERM and SIGINT."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank talks to others."""
+        return self.topology.rank == 0
+
+    def feeder(self, source: BatchSource) -> BatchFeeder:
+        """Prepares this rank's part of the source's batches."""
+        return BatchFeeder(source, self.preparer, dp_rank=self.topology.dp_rank, dp_size=self.topology.dp_size)
+
+    def learner(self, source: BatchSource, feeder: BatchFeeder, **more: Any) -> Learner:
+        """The loop over a source; `more` are fields of `Learner`."""
+        return Learner(
+            config=self.config,
+            trainer=self.trainer,
+            update=self.update,
+            feeder=feeder,
+            source=source,
+            checkpoints=self.checkpoints,
+            journal=self.journal,
+            stop=self.stop,
+            first_step=self.first_step,
+            is_first_rank=self.is_first,
+            probe=self.probe,
+            **more,
+        )
+
+    def announce(self) -> None:
+        """Say in ready.json that training begins."""
+        if self.is_first:
+            content = {"pid": os.getpid(), "metrics_port": self.metrics_port, "first_step": self.first_step}
+            _write_ready(self.folder / "ready.json", content)
 
 
 def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis_url: str) -> int:
@@ -50,24 +111,80 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
     `BufferUnavailableError` when the buffer's Redis does not answer.
     """
     run, config = section(recipe, "run", RunConfig), section(recipe, "learner", LearnerConfig)
-    torch.set_num_threads(config.num_threads)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     with ExitStack() as stack:
         connect = _connector(redis_url, run.name, config, stack)
         store = connect()
         _check_capacity(store, config)
-        topology = stack.enter_context(
-            parallel_session(tensor_parallel_size=config.tensor_parallel_size, seed=run.seed + 1)
-        )
-        learner = stack.enter_context(_assemble(run, config, model_dir, run_dir, store, connect(), topology, stop))
+        parts = stack.enter_context(learner_parts(run, config, model_dir, run_dir))
+        learner = stack.enter_context(_live_learner(parts, store, connect()))
         reached = learner.run()
         if learner.is_first_rank:
             logger.info("stopped at step %d of %d", reached, config.total_steps)
         if reached == config.total_steps:
-            _export(learner.trainer.model, run_dir / "learner" / "export")
+            export_model(learner.trainer.model, parts.folder / "export", reached)
     return reached
+
+
+@contextmanager
+def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_dir: Path) -> Iterator[LearnerParts]:
+    """Process groups, model, newest checkpoint, journal and metrics; ends them with the block.
+
+    Takes over SIGTERM and SIGINT. Raises `ConfigError` for what cannot work and `CheckpointError` for a checkpoint of
+    another model.
+    """
+    torch.set_num_threads(config.num_threads)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    folder = run_dir / "learner"
+    vision = vision_tokens(model_dir)
+    if vision is None:
+        raise ConfigError(f"{model_dir}: expected a vision-language model, config.json has no image_token_id")
+    forbidden = torch.tensor(vision.forbidden_token_ids)
+    with parallel_session(tensor_parallel_size=config.tensor_parallel_size, seed=run.seed + 1) as topology:
+        model, trainer, update = _make_update(run, config, model_dir, forbidden, topology)
+        checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
+        first_step, probe = 0, None
+        newest = checkpoints.newest()
+        if newest is not None:
+            record = load_checkpoint(newest, model, trainer)
+            first_step, update.num_updates = record["step"], record["num_updates"]
+            probe = Probe.from_plain(record["probe"]) if record["probe"] else None
+            logger.info("resumed from %s", newest)
+        preparer = RowPreparer.load(model_dir, vision.image_token_id, model.hf_config.text_config.vocab_size)
+        metrics = Metrics("vagen_learner", run.name)
+        port = metrics.serve(config.metrics_port) if topology.rank == 0 else 0
+        with closing(StepJournal(folder / "metrics.jsonl", metrics, config.alarms)) as journal:
+            yield LearnerParts(
+                run=run,
+                config=config,
+                folder=folder,
+                topology=topology,
+                vision=vision,
+                forbidden=forbidden,
+                trainer=trainer,
+                update=update,
+                checkpoints=checkpoints,
+                first_step=first_step,
+                probe=probe,
+                preparer=preparer,
+                journal=journal,
+                metrics_port=port,
+                stop=stop,
+            )
+
+
+def export_model(model: VisionLanguageActorCritic, target: Path, step: int) -> None:
+    """Write the model of a learner step as a model directory, unless it stands there; an older step's is replaced."""
+    marker = target / _EXPORT_STEP_FILE
+    if marker.is_file() and marker.read_text() == str(step):
+        return
+    is_first = torch.distributed.get_rank() == 0
+    if is_first:
+        shutil.rmtree(target, ignore_errors=True)
+    model.save_hf(target)
+    if is_first:
+        marker.write_text(str(step))
 
 
 def _connector(redis_url: str, run_name: str, config: LearnerConfig, stack: ExitStack) -> Callable[[], LearnerStore]:
@@ -80,74 +197,24 @@ def _connector(redis_url: str, run_name: str, config: LearnerConfig, stack: Exit
 
 
 @contextmanager
-def _assemble(
-    run: RunConfig,
-    config: LearnerConfig,
-    model_dir: Path,
-    run_dir: Path,
-    store: LearnerStore,
-    feeder_store: LearnerStore,
-    topology: ParallelTopology,
-    stop: threading.Event,
-) -> Iterator[Learner]:
-    folder = run_dir / "learner"
-    vision = vision_tokens(model_dir)
-    if vision is None:
-        raise ConfigError(f"{model_dir}: expected a vision-language model, config.json has no image_token_id")
-    forbidden = torch.tensor(vision.forbidden_token_ids)
-    model, trainer, update = _make_update(run, config, model_dir, forbidden, topology)
-    checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
-    first_step, probe = 0, None
-    newest = checkpoints.newest()
-    if newest is not None:
-        record = load_checkpoint(newest, model, trainer)
-        first_step, update.num_updates = record["step"], record["num_updates"]
-        probe = Probe.from_plain(record["probe"]) if record["probe"] else None
-        logger.info("resumed from %s", newest)
-    preparer = RowPreparer.load(model_dir, vision.image_token_id, model.hf_config.text_config.vocab_size)
-    is_first = topology.rank == 0
+def _live_learner(parts: LearnerParts, store: LearnerStore, feeder_store: LearnerStore) -> Iterator[Learner]:
+    config = parts.config
     incarnation = str(ULID())
-    if is_first:
-        _announce(store, config, incarnation, first_step)
-    metrics = Metrics("vagen_learner", run.name)
-    port = metrics.serve(config.metrics_port) if is_first else 0
-    journal = StepJournal(folder / "metrics.jsonl", metrics, config.alarms)
-    feeder = BatchFeeder(
-        feeder_store,
-        preparer,
-        batch_size=config.batch_size,
-        order=config.order,
-        dp_rank=topology.dp_rank,
-        dp_size=topology.dp_size,
-    )
+    if parts.is_first:
+        _announce(store, config, incarnation, parts.first_step)
+    source = BufferSource(store, feeder_store, batch_size=config.batch_size, order=config.order)
 
     def rescore(probe: Probe, url: str, version: int) -> float:
-        answers = probe_engine(url, probe.requests(vision), version, config.broadcast)
-        return probe.mismatch(model, preparer, answers, forbidden)
+        answers = probe_engine(url, probe.requests(parts.vision), version, config.broadcast)
+        return probe.mismatch(parts.trainer.model, parts.preparer, answers, parts.forbidden)
 
-    learner = Learner(
-        config=config,
-        trainer=trainer,
-        update=update,
-        feeder=feeder,
-        store=store,
-        checkpoints=checkpoints,
-        journal=journal,
-        stop=stop,
-        first_step=first_step,
-        is_first_rank=is_first,
-        publisher=Publisher(store, Broadcaster(config.broadcast), incarnation),
-        probe=probe,
-        rescore=rescore,
-    )
-    if is_first:
-        _write_ready(folder / "ready.json", {"pid": os.getpid(), "metrics_port": port, "first_step": first_step})
-    try:
+    with (
+        closing(Publisher(store, Broadcaster(config.broadcast), incarnation)) as publisher,
+        closing(parts.feeder(source)) as feeder,
+    ):
+        learner = parts.learner(source, feeder, last_step=config.total_steps, publisher=publisher, rescore=rescore)
+        parts.announce()
         yield learner
-    finally:
-        feeder.close()
-        learner.publisher.close()
-        journal.close()
 
 
 def _make_update(
@@ -185,11 +252,6 @@ def _check_capacity(store: LearnerStore, config: LearnerConfig) -> None:
             f"$.buffer.capacity_bytes: expected int >= {config.required_capacity_bytes} = (checkpoint_every + "
             f"prefetch + 2) * batch_size * expected_trajectory_bytes of $.learner, got {capacity}"
         )
-
-
-def _export(model: VisionLanguageActorCritic, target: Path) -> None:
-    if not target.exists():
-        model.save_hf(target)
 
 
 def _write_ready(file: Path, content: dict[str, Any]) -> None:

@@ -168,7 +168,7 @@ def write(file, steps, metrics, monkeypatch) -> list[dict]:
     journal = StepJournal(file, metrics, AlarmConfig())
     spreads = iter(steps)
     monkeypatch.setattr(journal_module, "_batch_fields", lambda batch: _batch_fields(next(spreads)))
-    feed = SimpleNamespace(batch=SimpleNamespace(staleness=SimpleNamespace(tolist=lambda: [0])))
+    feed = SimpleNamespace(batch=SimpleNamespace(staleness=SimpleNamespace(tolist=lambda: [0])), notes=None)
     lines = [journal.write(step, feed, STATS, None, None, {"total": 1.0}) for step in range(len(steps))]
     journal.close()
     return lines

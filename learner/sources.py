@@ -1,0 +1,76 @@
+"""Where a learner's batches come from: the buffer that actors fill, or a saved one.
+
+Owns the contract between the loop and either of them. Preparing batches is `vagen.learner.feeder`'s, replaying an
+archive `vagen.learner.replay`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from vagen.buffer.learner_store import LearnerStore, Manifest, ManifestEntry, Order
+from vagen.common.trajectory import Trajectory
+from vagen.common.wire import decode_trajectory
+
+__all__ = ["BatchSource", "BufferSource"]
+
+
+class BatchSource(Protocol):
+    """Batches by learner step. `take`, `read` and `notes` are called by the feeder's thread, the rest by the loop."""
+
+    def take(self, step: int, timeout_s: float) -> Manifest | None:
+        """The batch of a step, the same again however often it is asked for; None when it is not there in time."""
+
+    def read(self, entries: Sequence[ManifestEntry]) -> list[Trajectory]:
+        """Trajectories of the manifest that was taken last, in the order of `entries`."""
+
+    def notes(self, manifest: Manifest) -> Mapping[str, Any] | None:
+        """What the journal adds to the step's line under `replay`; None for live data."""
+
+    def version_before(self, manifest: Manifest) -> int | None:
+        """Policy version of the weights that the step starts from, where the source says it; -1 for one that sampled
+        nothing here, None where the publisher knows."""
+
+    def mark_trained(self, step: int) -> None:
+        """The optimizer has used the step's batch."""
+
+    def needs_checkpoint(self) -> bool:
+        """Whether so much is taken and not `done` that a checkpoint must free it."""
+
+    def done(self, steps: Sequence[int]) -> None:
+        """A durable checkpoint holds these steps."""
+
+
+class BufferSource:
+    """The live buffer: a sealed manifest a step, claimed again identically after a kill."""
+
+    def __init__(self, store: LearnerStore, feeder_store: LearnerStore, *, batch_size: int, order: Order) -> None:
+        """A connection for each of the two threads."""
+        self._store = store
+        self._feeder_store = feeder_store
+        self._batch_size = batch_size
+        self._order = order
+
+    def take(self, step: int, timeout_s: float) -> Manifest | None:
+        return self._feeder_store.claim(step, self._batch_size, timeout_s=timeout_s, order=self._order)
+
+    def read(self, entries: Sequence[ManifestEntry]) -> list[Trajectory]:
+        payloads = self._feeder_store.fetch([entry.trajectory_id for entry in entries])
+        return [decode_trajectory(payload) for payload in payloads]
+
+    def notes(self, manifest: Manifest) -> None:
+        return None
+
+    def version_before(self, manifest: Manifest) -> None:
+        return None
+
+    def mark_trained(self, step: int) -> None:
+        self._store.mark_trained(step)
+
+    def needs_checkpoint(self) -> bool:
+        status = self._store.status()
+        return status.capacity_bytes > 0 and status.claimed_bytes > status.capacity_bytes / 2
+
+    def done(self, steps: Sequence[int]) -> None:
+        self._store.done(steps)
