@@ -183,8 +183,7 @@ _WRITER = """
     import asyncio, importlib.util, sys
     from pathlib import Path
     import vagen.actor.spool
-    from vagen.actor.service import choose_endpoint
-from vagen.actor.spool import Spool
+    from vagen.actor.spool import Spool
 
     spec = importlib.util.spec_from_file_location("here", sys.argv[1])
     here = importlib.util.module_from_spec(spec)
