@@ -5,6 +5,7 @@ VagenError
 ├── ObservationError (ValueError)       an environment's observation contradicts itself
 ├── TrajectoryError (ValueError)        a trajectory that may not be trained on; names the field
 ├── WireError (ValueError)              bytes that are not a message of ours
+├── ArchiveError (ValueError)           a saved buffer that cannot be read, written or combined
 ├── InfrastructureError (RuntimeError)  something outside the policy failed; never becomes reward 0
 │   ├── EnvironmentFailure
 │   ├── EngineError
@@ -46,6 +47,10 @@ class TrajectoryError(VagenError, ValueError):
 
 class WireError(VagenError, ValueError):
     """Bytes that do not decode to a message within the limits."""
+
+
+class ArchiveError(VagenError, ValueError):
+    """A saved buffer that cannot be read, written or combined: the message names the path."""
 
 
 class InfrastructureError(VagenError, RuntimeError):

@@ -53,9 +53,10 @@ class Row(Record, frozen=True, kw_only=True):
     policy_mask: np.ndarray
     """uint8 `[T]`, 1 where the policy sampled the token."""
     behaviour_logprobs: np.ndarray
-    """float32 `[T]`, at the sampling temperature over the full vocabulary; 0 where masked."""
+    """float32 `[T]`, at the sampling temperature over the full vocabulary; 0 where masked. NaN at every policy token of
+    a trajectory whose behaviour policy is unknown."""
     policy_versions: np.ndarray
-    """int32 `[T]`, the version that sampled the token; -1 where masked."""
+    """int32 `[T]`, the version that sampled the token; -1 where masked, or where the behaviour policy is unknown."""
     turn_index: np.ndarray
     """int16 `[T]`, the turn that the token answers; -1 where masked."""
     images: tuple[ImageRef, ...] = ()
@@ -186,6 +187,11 @@ class Trajectory(Record, frozen=True, kw_only=True):
     def newest_version(self) -> int:
         """The version of the newest policy token."""
         return max(int(row.policy_versions.max()) for row in self.rows)
+
+    @property
+    def behaviour_known(self) -> bool:
+        """Whether it is known with which probability the policy tokens were sampled."""
+        return not any(np.isnan(row.behaviour_logprobs).any() for row in self.rows)
 
     @property
     def num_policy_tokens(self) -> int:

@@ -35,15 +35,22 @@ _ROW_DTYPES = {
 }
 
 
-def validate_trajectory(trajectory: Trajectory) -> None:
+def validate_trajectory(trajectory: Trajectory, *, behaviour_known: bool = True) -> None:
     """Check a trajectory completely.
 
-    Raises `TrajectoryError`, whose `field` is the path of the first field that is wrong.
+    Without `behaviour_known` it must say of no policy token what sampled it: log-probability NaN, version -1. Such a
+    trajectory can be stored and imitated, and no importance ratio can be computed from it. Raises `TrajectoryError`,
+    whose `field` is the path of the first field that is wrong.
     """
     _check_identity(trajectory)
     _check_sampling(trajectory)
     for index, row in enumerate(trajectory.rows):
-        _check_row(row, f"rows[{index}]", trajectory.vision)
+        path = f"rows[{index}]"
+        _check_row(row, path, trajectory.vision)
+        if behaviour_known:
+            _check_behaviour(row, path)
+        else:
+            _check_no_behaviour(row, path)
     _require(trajectory.num_policy_tokens > 0, "rows", "no policy token in any row")
     _check_turns(trajectory)
     _check_rewards(trajectory)
@@ -96,18 +103,36 @@ def _check_row(row: Row, path: str, vision: VisionTokens | None) -> None:
         int(row.policy_mask.max()) <= 1, f"{path}.policy_mask", f"expected 0 or 1, got {int(row.policy_mask.max())}"
     )
     policy = row.policy_mask.astype(bool)
-    logprobs = row.behaviour_logprobs
-    _require(bool(np.isfinite(logprobs).all()), f"{path}.behaviour_logprobs", "non-finite value")
-    _require(bool((logprobs <= 1e-4).all()), f"{path}.behaviour_logprobs", f"log-probability above 0: {logprobs.max()}")
-    _require(not logprobs[~policy].any(), f"{path}.behaviour_logprobs", "non-zero outside the policy mask")
+    _require(
+        not row.behaviour_logprobs[~policy].any(), f"{path}.behaviour_logprobs", "non-zero outside the policy mask"
+    )
+    _require(bool((row.turn_index[policy] >= 0).all()), f"{path}.turn_index", "negative at a policy token")
     for name in ("policy_versions", "turn_index"):
-        array = getattr(row, name)
-        _require(bool((array[policy] >= 0).all()), f"{path}.{name}", "negative at a policy token")
-        _require(bool((array[~policy] == -1).all()), f"{path}.{name}", "not -1 outside the policy mask")
+        _require(bool((getattr(row, name)[~policy] == -1).all()), f"{path}.{name}", "not -1 outside the policy mask")
     if vision is not None:
         sampled = np.isin(row.token_ids[policy], np.asarray(vision.forbidden_token_ids))
         _require(not sampled.any(), f"{path}.token_ids", "the policy sampled a vision token")
     _check_placeholders(row.token_ids, row.images, path, vision)
+
+
+def _check_behaviour(row: Row, path: str) -> None:
+    """What an importance ratio needs."""
+    policy = row.policy_mask.astype(bool)
+    logprobs = row.behaviour_logprobs
+    unknown = bool(policy.any()) and bool(np.isnan(logprobs[policy]).all())
+    _require(
+        not unknown, f"{path}.behaviour_logprobs", "NaN: the behaviour policy is unknown, no ratio can be computed"
+    )
+    _require(bool(np.isfinite(logprobs).all()), f"{path}.behaviour_logprobs", "non-finite value")
+    _require(bool((logprobs <= 1e-4).all()), f"{path}.behaviour_logprobs", f"log-probability above 0: {logprobs.max()}")
+    _require(bool((row.policy_versions[policy] >= 0).all()), f"{path}.policy_versions", "negative at a policy token")
+
+
+def _check_no_behaviour(row: Row, path: str) -> None:
+    policy = row.policy_mask.astype(bool)
+    nothing = bool(np.isnan(row.behaviour_logprobs[policy]).all())
+    _require(nothing, f"{path}.behaviour_logprobs", "known at some policy tokens, unknown at others")
+    _require(bool((row.policy_versions == -1).all()), f"{path}.policy_versions", "not -1 where the policy is unknown")
 
 
 def _check_placeholders(ids: np.ndarray, images: Sequence[ImageRef], path: str, vision: VisionTokens | None) -> None:
