@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from vagen.common.config import Section, require
+from vagen.common.curve import ActorKeys, load_key_pair, load_public_key
 from vagen.common.trajectory import SamplingParams
 
 RewardPlacement: TypeAlias = Literal["turn_end", "section_end"]
@@ -31,11 +32,37 @@ class SamplingConfig(Section, frozen=True, kw_only=True):
         require(self.min_p == 0.0, "actor.sampling.min_p", self.min_p, _BIASED.format("0.0"))
 
 
+class ActorSecurity(Section, frozen=True, kw_only=True):
+    """Keys for a buffer that takes encrypted connections; both or none."""
+
+    key_file: str | None = None
+    """Secret key file of this actor, made by `vagen keys new`."""
+    server_key_file: str | None = None
+    """Public key file of the buffer, copied from its machine."""
+
+    def __post_init__(self) -> None:
+        require(
+            (self.key_file is None) == (self.server_key_file is None),
+            "actor.security",
+            {"key_file": self.key_file, "server_key_file": self.server_key_file},
+            "key_file and server_key_file together",
+        )
+
+    def load(self) -> ActorKeys | None:
+        """The keys in the files, none where none are set. Raises `ConfigError` for a file that cannot be used."""
+        if self.key_file is None or self.server_key_file is None:
+            return None
+        own = load_key_pair(self.key_file, "$.actor.security.key_file")
+        return ActorKeys(own, load_public_key(self.server_key_file, "$.actor.security.server_key_file"))
+
+
 class ActorConfig(Section, frozen=True, kw_only=True):
     """Section `actor`. Durations in seconds, sizes in bytes or tokens as the names say."""
 
     concurrency: int = 64
     """Episodes that run at once."""
+    security: ActorSecurity = ActorSecurity()
+    """Keys for a buffer beyond loopback."""
     sampling: SamplingConfig = SamplingConfig()
     max_new_tokens: int = 256
     """Per turn."""

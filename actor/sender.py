@@ -16,6 +16,7 @@ is unacked when a connection is made is sent again, which ids make harmless.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -27,8 +28,10 @@ import zmq.asyncio
 from ulid import ULID
 from zmq.utils.monitor import parse_monitor_message
 
+from vagen.actor.handshake import FAILURES, HandshakeFailure, explain_failure
 from vagen.actor.signals import Signal
 from vagen.actor.spool import Entry, Spool
+from vagen.common.curve import ActorKeys
 from vagen.common.errors import BufferUnavailableError, ConfigError, WireError
 from vagen.common.metrics import Metrics
 from vagen.common.trajectory import Trajectory
@@ -52,6 +55,7 @@ _ID_BYTES = 16
 _LINGER_MS = 1000
 _SILENCE_S = 60.0
 _MAX_SILENCE_S = 960.0
+_REFUSED_RETRY_S = 2.0
 _REQUEST_TIMEOUT_S = 5.0
 _RESEND_S = 30.0
 _MAX_UNANSWERED = 8
@@ -88,7 +92,9 @@ class Sender:
         run_id: str,
         window: int,
         heartbeat_s: float,
+        keys: ActorKeys | None = None,
     ) -> None:
+        """`keys` encrypt the connection and prove to the buffer who this is."""
         self.url = url
         self.status: Status | None = None
         """The latest, None until the buffer has answered."""
@@ -100,6 +106,8 @@ class Sender:
         self._run_id = run_id
         self._size = window
         self._heartbeat_s = heartbeat_s
+        self._keys = keys
+        self._failure: HandshakeFailure | None = None
         self._incarnation = str(ULID())
         self._outbox: deque[Entry] = deque(spool.entries())
         self._window: dict[bytes, _Sent] = {}
@@ -129,8 +137,11 @@ class Sender:
         self._socket.set(zmq.TCP_KEEPALIVE, 1)
         self._socket.set(zmq.TCP_KEEPALIVE_IDLE, 20)
         self._socket.set(zmq.TCP_KEEPALIVE_INTVL, 10)
+        if self._keys is not None:
+            self._socket.curve_publickey, self._socket.curve_secretkey = self._keys.own
+            self._socket.curve_serverkey = self._keys.server
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILURES
         )
         try:
             self._socket.connect(self.url)
@@ -146,10 +157,21 @@ class Sender:
                 group.create_task(work(), name=f"sender.{work.__name__}")
 
     async def wait_for_buffer(self, timeout_s: float) -> Status:
-        """The buffer's first answer. Raises `BufferUnavailableError` that says what to start."""
+        """The buffer's first answer.
+
+        Raises `BufferUnavailableError` that says what to start, and `ConfigError` at once when the buffer refuses the
+        connection.
+        """
         deadline = time.monotonic() + timeout_s
         while self.status is None:
+            failure = self._failure
+            if failure is not None and failure.is_final:
+                raise ConfigError(f"buffer {self.url} refused the connection: {failure.problem}")
             left = deadline - time.monotonic()
+            if left <= 0 and failure is not None:
+                raise BufferUnavailableError(
+                    f"no connection to the buffer at {self.url} within {timeout_s:g} s: {failure.problem}"
+                )
             if left <= 0:
                 raise BufferUnavailableError(
                     f"no buffer answers at {self.url} within {timeout_s:g} s; start one with "
@@ -243,21 +265,42 @@ class Sender:
         handle = -1
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
+            failure = explain_failure(event, self._keys)
+            if failure is not None:
+                await self._take_failure(failure)
+                continue
             if event["event"] == zmq.EVENT_CONNECTED:
                 handle = event["value"]
                 continue
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
+                self._failure = None
                 self._heard_at = time.monotonic()
                 self._resend(list(self._window))
                 self._unanswered = 0
                 await self._post(Kind.HEARTBEAT, self._heartbeat())
-            elif event["value"] == handle:
+            elif event["value"] == handle and self._connected:
                 self._connected = False
             else:
-                continue  # the end of a connection that has been replaced already
+                continue  # the end of a connection that has been replaced already, or never stood
             logger.info("buffer %s %s", self.url, "connected" if self._connected else "disconnected")
             self.changed.notify()
+
+    async def _take_failure(self, failure: HandshakeFailure) -> None:
+        """Say once what is wrong; try again later, since keys may be changed while this actor runs."""
+        if failure != self._failure:
+            logger.error("buffer %s refused the connection: %s", self.url, failure.problem)
+        self._failure = failure
+        self.changed.notify()
+        if failure.is_final:
+            await asyncio.sleep(_REFUSED_RETRY_S)
+            self._connect_again()
+
+    def _connect_again(self) -> None:
+        assert self._socket is not None
+        with contextlib.suppress(zmq.ZMQError):  # after a refusal there may be nothing left to disconnect
+            self._socket.disconnect(self.url)
+        self._socket.connect(self.url)
 
     async def _send(self) -> None:
         """Fill the window, oldest first."""
@@ -351,9 +394,7 @@ class Sender:
         logger.warning("buffer %s: no answer for %.0f s, connecting again", self.url, self._silence_s)
         self._heard_at = time.monotonic()
         self._silence_s = min(2 * self._silence_s, _MAX_SILENCE_S)
-        assert self._socket is not None
-        self._socket.disconnect(self.url)
-        self._socket.connect(self.url)
+        self._connect_again()
 
     def _resend(self, keys: list[bytes]) -> None:
         entries = sorted((self._window.pop(key).entry for key in keys), key=lambda entry: entry.actor_seq)

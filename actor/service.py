@@ -101,6 +101,7 @@ async def serve(options: ActorOptions, sections: ActorSections) -> None:
             run_id=sections.run.name,
             window=config.window,
             heartbeat_s=config.heartbeat_s,
+            keys=config.security.load(),
         )
         async with _serving(sender, config.connect_timeout_s):
             async with _engine_url(options) as url:

@@ -9,6 +9,7 @@ from vagen.buffer.keys import MAX_SHARDS
 from vagen.common.config import Section, require
 
 URL_FORMS = "redis://, rediss://, unix://, redis+cluster:// or rediss+cluster:// URL"
+_LOCAL = re.compile(r"ipc:|tcp://(127(\.\d+){3}|localhost|\[::1\]):")
 
 FSYNC_RISK = {
     "always": "an acknowledged trajectory survives a crash of Redis and a power cut",
@@ -18,11 +19,32 @@ FSYNC_RISK = {
 """What each setting of `fsync` promises, for `--help` and the start of the log."""
 
 
+class BufferSecurity(Section, frozen=True, kw_only=True):
+    """Who may connect to the ingest."""
+
+    key_file: str | None = None
+    """Secret key file of the buffer, made by `vagen keys new`; with it, connections are encrypted (CURVE)."""
+    allowed_dir: str | None = None
+    """Folder of the public key files of the actors that may connect; changes take effect at once."""
+    insecure: bool = False
+    """Listen beyond loopback without keys: whoever reaches the port reads along and writes into the run."""
+
+    def __post_init__(self) -> None:
+        require(
+            (self.key_file is None) == (self.allowed_dir is None),
+            "buffer.security",
+            {"key_file": self.key_file, "allowed_dir": self.allowed_dir},
+            "key_file and allowed_dir together",
+        )
+
+
 class BufferConfig(Section, frozen=True, kw_only=True):
     """What `vagen-buffer` serves, how much it holds and how it paces the actors."""
 
     endpoint: str = "tcp://127.0.0.1:5600"
     """Where actors connect; port `*` picks a free one, which `ready.json` names."""
+    security: BufferSecurity = BufferSecurity()
+    """Encryption and the list of actors; required beyond loopback."""
     redis_url: str | None = None
     """`redis://`, `rediss://`, `unix://`, or `redis+cluster://` with any node of a cluster; none starts an embedded
     Valkey in the run's folder."""
@@ -53,6 +75,13 @@ class BufferConfig(Section, frozen=True, kw_only=True):
             "buffer.endpoint",
             self.endpoint,
             "tcp://HOST:PORT or ipc://PATH",
+        )
+        require(
+            _LOCAL.match(self.endpoint) is not None or self.security.key_file is not None or self.security.insecure,
+            "buffer.endpoint",
+            self.endpoint,
+            "a loopback address, or keys: set buffer.security.key_file and buffer.security.allowed_dir, made with "
+            "`vagen keys new` (buffer.security.insecure: true takes messages from anybody instead)",
         )
         require(
             self.redis_url is None

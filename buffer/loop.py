@@ -33,6 +33,7 @@ from ulid import ULID
 
 from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import TRANSIENT
+from vagen.buffer.gate import Gate
 from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request, read_request
 from vagen.buffer.store import IngestStore, Outcome
 from vagen.common.errors import ConfigError
@@ -48,7 +49,7 @@ RETRY_FULL_S = 0.05
 REPORT_S = 2.0
 
 
-def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[Any]:
+def bind_router(context: zmq.Context[Any], endpoint: str, gate: Gate | None = None) -> zmq.Socket[Any]:
     """The socket that actors connect to.
 
     Routing ids are random, so that a restarted actor is not shut out by its own old connection. Few messages wait
@@ -66,6 +67,8 @@ def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[Any]:
     socket.tcp_keepalive_intvl = 5
     socket.tcp_keepalive_cnt = 4
     socket.ipv6 = "[" in endpoint
+    if gate is not None:
+        gate.secure(socket)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -87,6 +90,7 @@ class Ingest:
         *,
         run_name: str,
         config: BufferConfig,
+        gate: Gate | None = None,
         stopping: Callable[[], bool],
         revive: Callable[[], object] = lambda: None,
         report: Callable[[], None] = lambda: None,
@@ -97,6 +101,7 @@ class Ingest:
         self._metrics = metrics
         self._run_name = run_name
         self._config = config
+        self._gate = gate
         self._stopping = stopping
         self._revive = revive
         self._report = report
@@ -108,8 +113,9 @@ class Ingest:
         self._next_complaint = 0.0
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until told to stop. Raises `InfrastructureError` when the gate has failed."""
         while not self._stopping():
+            self._check_gate()
             self._pending += self._receive()
             try:
                 self._serve()
@@ -135,6 +141,8 @@ class Ingest:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            if self._gate is not None and not self._gate.admits(frames[-1]):
+                continue
             buffers = [frame.buffer for frame in frames]
             num_bytes += sum(len(buffer) for buffer in buffers)
             requests.append(read_request(buffers, self._run_name, self._config.capacity_bytes))
@@ -227,6 +235,7 @@ class Ingest:
         self._blind = True
         started, pause = time.monotonic(), 0.02
         while not self._stopping():
+            self._check_gate()
             self._revive()
             try:
                 self._store.ping()
@@ -238,6 +247,10 @@ class Ingest:
         else:
             return
         logger.warning("Redis is back after %.1f s", time.monotonic() - started)
+
+    def _check_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.check()
 
     def _poll(self, timeout_s: float) -> None:
         self._socket.poll(int(1000 * timeout_s))

@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +18,15 @@ import msgspec
 import zmq
 
 from vagen.buffer.accounting import REASONS, read_accounting, read_status
-from vagen.buffer.config import FSYNC_RISK, BufferConfig
+from vagen.buffer.config import FSYNC_RISK, BufferConfig, BufferSecurity
 from vagen.buffer.connection import first_contact, make_client
+from vagen.buffer.gate import Gate
 from vagen.buffer.keys import Keys, Shard
 from vagen.buffer.loop import Ingest, bind_router
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.store import IngestStore
 from vagen.common.config import RunConfig, require
+from vagen.common.curve import load_key_pair
 from vagen.common.errors import ConfigError
 from vagen.common.logging import setup_logging
 from vagen.common.metrics import Metrics
@@ -85,18 +86,21 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    if not re.match(r"ipc:|tcp://(127\.|localhost|\[::1\])", config.endpoint):
-        logger.warning("%s takes messages from the network, unencrypted and from anybody", config.endpoint)
+    if config.security.insecure and config.security.key_file is None:
+        logger.warning("$.buffer.security.insecure: %s takes unencrypted messages from anybody", config.endpoint)
     with contextlib.ExitStack() as stack:
         context: zmq.Context = zmq.Context()
         stack.callback(context.term)
-        socket = bind_router(context, config.endpoint)
+        metrics = Metrics("vagen_buffer", run.name)
+        gate = _open_gate(context, config.security, metrics)
+        if gate is not None:
+            stack.callback(gate.close)
+        socket = bind_router(context, config.endpoint, gate)
         stack.callback(socket.close)
         endpoint = socket.get_string(zmq.LAST_ENDPOINT)
         redis_url, revive = _start_redis(config, keys, folder, stack)
         store = _open_store(redis_url, run, config, shard)
         stack.callback(store.close)
-        metrics = Metrics("vagen_buffer", run.name)
         port = None if config.metrics_port is None else metrics.serve(config.metrics_port)
         ingest = Ingest(
             socket,
@@ -104,6 +108,7 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
             metrics,
             run_name=run.name,
             config=config,
+            gate=gate,
             stopping=lambda: bool(stop_signal),
             revive=revive,
             report=_Reporter(redis_url, keys, metrics).report,
@@ -116,6 +121,13 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
         )
         ingest.run()
         logger.info("stopping on signal %d", stop_signal[0])
+
+
+def _open_gate(context: zmq.Context, security: BufferSecurity, metrics: Metrics) -> Gate | None:
+    if security.key_file is None or security.allowed_dir is None:
+        return None
+    keys = load_key_pair(security.key_file, "$.buffer.security.key_file")
+    return Gate(context, keys, Path(security.allowed_dir), metrics)
 
 
 def _start_redis(

@@ -35,6 +35,7 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_buffer_stored_bytes_total": ("Payload bytes stored", ()),
     "vagen_buffer_grants_total": ("Start credits granted", ()),
     "vagen_buffer_failed_episodes_total": ("Episodes that ended as infrastructure failures", ()),
+    "vagen_buffer_refused_peers_total": ("Handshakes and messages refused for the peer's key, by what", ("what",)),
     "vagen_buffer_wait_seconds_total": ("Seconds the ingest waited, by what for", ("what",)),
     "vagen_learner_steps_total": ("Learner steps", ()),
     "vagen_learner_trajectories_total": ("Trajectories trained on", ()),

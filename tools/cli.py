@@ -10,6 +10,7 @@ import typer
 
 from vagen.tools.buffer_commands import buffer_app
 from vagen.tools.console import user_errors
+from vagen.tools.keys import app as keys_app
 
 if TYPE_CHECKING:
     from vagen.learner.sft import SFTProgress
@@ -42,6 +43,7 @@ app = typer.Typer(
 config_app = typer.Typer(no_args_is_help=True, help="Work with recipes.")
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
 
 Config = Annotated[str, typer.Option("--config", metavar="RECIPE", help="A yaml file, or the name of a shipped one.")]
 Overrides = Annotated[

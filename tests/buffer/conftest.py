@@ -22,6 +22,7 @@ from vagen.buffer.requests import Put, read_request
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.service import Ready, read_ready, ready_path
 from vagen.buffer.store import IngestStore, Outcome
+from vagen.common.curve import ActorKeys
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import (
     CreditRequest,
@@ -57,8 +58,11 @@ def eventually_fixture() -> Callable[..., Any]:
 class Client:
     """An actor's side of the protocol, without an actor."""
 
-    def __init__(self, context: zmq.Context, endpoint: str, ipv6: bool) -> None:
+    def __init__(self, context: zmq.Context, endpoint: str, ipv6: bool, keys: ActorKeys | None) -> None:
         self.socket = context.socket(zmq.DEALER)
+        if keys is not None:
+            self.socket.curve_publickey, self.socket.curve_secretkey = keys.own
+            self.socket.curve_serverkey = keys.server
         self.socket.ipv6 = ipv6
         self.socket.linger = 0
         self.socket.sndhwm = 0
@@ -112,8 +116,8 @@ def connect() -> Iterator[Callable[..., Client]]:
     context: zmq.Context = zmq.Context()
     clients: list[Client] = []
 
-    def make(endpoint: str, ipv6: bool = False) -> Client:
-        clients.append(Client(context, endpoint, ipv6))
+    def make(endpoint: str, ipv6: bool = False, keys: ActorKeys | None = None) -> Client:
+        clients.append(Client(context, endpoint, ipv6, keys))
         return clients[-1]
 
     yield make
@@ -192,6 +196,20 @@ def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         if made.process is not None and made.process.poll() is None:
             made.stop()
         made.valkey.stop()
+
+
+@pytest.fixture
+def learner(service: Callable[..., Service]) -> Callable[..., tuple[Service, LearnerStore]]:
+    """A running service with a registered learner that has published version 1 at step 0; both are returned."""
+
+    def make(**buffer: Any) -> tuple[Service, LearnerStore]:
+        running = service(**buffer)
+        store = LearnerStore.connect(running.ready.redis_url, "run", timeout_s=20)
+        store.register("learner", step=0, batch_size=4, max_staleness=2)
+        store.record_version(store.next_version(), "learner", 0, "checksum")
+        return running, store
+
+    return make
 
 
 class Bench:

@@ -16,25 +16,10 @@ import numpy as np
 import pytest
 from ulid import ULID
 
-from vagen.buffer.learner_store import LearnerStore
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.service import ready_path
 from vagen.common.trajectory import content_hash
 from vagen.common.wire import CreditRequest, decode_envelope, encode_trajectory
-
-
-@pytest.fixture
-def learner(service):
-    """A running service with a registered learner that has published version 1 at step 0; both are returned."""
-
-    def make(**buffer):
-        running = service(**buffer)
-        store = LearnerStore.connect(running.ready.redis_url, "run", timeout_s=20)
-        store.register("learner", step=0, batch_size=4, max_staleness=2)
-        store.record_version(store.next_version(), "learner", 0, "checksum")
-        return running, store
-
-    return make
 
 
 def bad_trajectories(make):
