@@ -97,7 +97,7 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     room_bytes: int
     """Promised to incomplete groups."""
     capacity_bytes: int
-    """0 while no ingest has served this run."""
+    """In force now; 0 while no ingest has served this run."""
     learner_step: int
     """-1 until a learner has registered."""
     policy_version: int
@@ -145,17 +145,18 @@ def read_status(client: redis.Redis, keys: Keys) -> BufferStatus:
     pipe.hgetall(keys[Key.STAT])
     pipe.hmget(keys[Key.LEARNER], "step", "published")
     pipe.hget(keys[Key.CONFIG], "capacity_bytes")
+    pipe.hget(keys[Key.SETTINGS], "capacity_bytes")
     pipe.hlen(keys[Key.ACTORS])
     pipe.get(keys[Key.TASK_NEXT])
     admission.queue_pacing(pipe, keys)
-    stat, (step, published), capacity, actors, tasks, *replies = pipe.execute()
+    stat, (step, published), capacity, live_capacity, actors, tasks, *replies = pipe.execute()
     pacing = admission.parse_pacing(replies, max_running=0)
     names = {"ready": b"ready", "awaiting_group": b"awaiting", "claimed": b"claimed", "num_bytes": b"bytes"}
     names |= {"claimed_bytes": b"claimed_bytes", "room_bytes": b"room"}
     return BufferStatus(
         untrained=pacing.untrained,
         running=pacing.running,
-        capacity_bytes=int(capacity or 0),
+        capacity_bytes=int(live_capacity or capacity or 0),
         learner_step=-1 if step is None else int(step),
         policy_version=-1 if published is None else int(published),
         engines=pacing.engines,

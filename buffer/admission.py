@@ -64,19 +64,16 @@ def queue_pacing(pipe: Any, keys: Keys) -> None:
     pipe.hvals(keys[Key.UNTRAINED])
     pipe.zcard(keys[Key.TASK_LEASES])
     pipe.hlen(keys[Key.ADMITTED])
-
-
-PACING_READS = 5
-"""Replies that `queue_pacing` adds."""
+    pipe.hmget(keys[Key.SETTINGS], "max_staleness", "max_running")
 
 
 def parse_pacing(replies: list[Any], max_running: int) -> Pacing:
-    """The state behind the replies to `queue_pacing`."""
-    (batch_size, max_staleness, step, total_steps), ready, untrained, running, engines = replies
+    """The state behind the replies to `queue_pacing`; `max_running` is the recipe's."""
+    (batch_size, max_staleness, step, total_steps), ready, untrained, running, engines, live = replies
     return Pacing(
-        max_running=max_running,
+        max_running=int(live[1] or max_running),
         batch_size=None if batch_size is None else int(batch_size),
-        max_staleness=int(max_staleness or 0),
+        max_staleness=int(live[0] or max_staleness or 0),
         ready=sum(int(count or 0) for count in ready),
         untrained=sum(int(count) for count in untrained),
         running=running,

@@ -58,10 +58,13 @@ class Key(enum.Enum):
     """Hash: number of refusals by field, without indices."""
     READY = "ready"
     """Sorted set of units by the step of their oldest member: a trajectory id, or `g:` and a group id."""
+    ARRIVED = "arrived"
+    """Sorted set of the units of `READY` by the arrival of their first member, counted over all stored."""
     GROUP = "g:"
-    """Hash by group id: member ids with their oldest step, `last` (episodes complete) and `room` (bytes promised)."""
+    """Hash by group id: member ids with their oldest step, `last` (episodes complete), `room` (bytes promised) and
+    `arrived` (when the first member came, counted over all stored)."""
     WAITING = "waiting"
-    """Sorted set of incomplete groups by the time at which they become ready anyway."""
+    """Sorted set of incomplete groups by the time at which their first member came."""
     STAT = "stat"
     """Hash of counters: the terms of the accounting identity, and bytes."""
     MANIFEST = "b:"
@@ -97,7 +100,13 @@ class Key(enum.Enum):
     ADMITTED = "admitted"
     """Hash by url: JSON of incarnation and version of an engine that may take traffic."""
     CONFIG = "config"
-    """Hash: the ingest's settings that the learner checks itself against."""
+    """Hash: what the ingest's recipe says of each live setting, as JSON."""
+    SETTINGS = "settings"
+    """Hash of live settings: JSON of each value that overrides the recipe's."""
+    SETTINGS_INFO = "settings:info"
+    """Hash by live setting: JSON of when it was set and by whom."""
+    SETTINGS_LOG = "settings:log"
+    """List of the last 1000 changes of settings, newest first, as JSON."""
 
 
 class Keys:

@@ -18,6 +18,7 @@ import redis
 from vagen.buffer.accounting import Accounting, BufferStatus, read_accounting, read_status
 from vagen.buffer.connection import first_contact, make_client, patiently, run_script
 from vagen.buffer.keys import Key, Keys
+from vagen.buffer.settings import SettingState, read_settings
 from vagen.common.errors import InfrastructureError
 
 _FETCH_CHUNK = 16
@@ -101,12 +102,15 @@ class LearnerStore:
         max_staleness: int,
         publish_every: int = 1,
         total_steps: int = 0,
+        required_capacity_bytes: int = 0,
     ) -> None:
         """Say what the next step is and how far data may run ahead of it; admission grants nothing before.
 
-        `total_steps` ends the granting with what the last step needs; 0 is a run without end.
+        `total_steps` ends the granting with what the last step needs; 0 is a run without end. The buffer's capacity
+        cannot be set live below `required_capacity_bytes`.
         """
-        self._script("register", incarnation, step, batch_size, max_staleness, publish_every, total_steps)
+        pacing = (step, batch_size, max_staleness, publish_every, total_steps, required_capacity_bytes)
+        self._script("register", incarnation, *pacing)
 
     def next_version(self) -> int:
         """A policy version that nobody had before, from 1; versions never go back, some may stay unused."""
@@ -238,6 +242,10 @@ class LearnerStore:
     def status(self) -> BufferStatus:
         """What the buffer holds now."""
         return self._patiently("status", lambda: read_status(self._client, self._keys))
+
+    def settings(self) -> list[SettingState]:
+        """The live settings as they are in force now."""
+        return self._patiently("settings", lambda: read_settings(self._client, self._keys))
 
     def _script(self, name: str, *args: object) -> Any:
         return self._patiently(name, lambda: run_script(self._client, self._keys, name, *args))

@@ -34,7 +34,8 @@ from ulid import ULID
 from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import TRANSIENT
 from vagen.buffer.gate import Gate
-from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request, read_request
+from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request, check_size, read_request
+from vagen.buffer.settings import describe
 from vagen.buffer.store import IngestStore, Outcome
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
@@ -145,7 +146,7 @@ class Ingest:
                 continue
             buffers = [frame.buffer for frame in frames]
             num_bytes += sum(len(buffer) for buffer in buffers)
-            requests.append(read_request(buffers, self._run_name, self._config.capacity_bytes))
+            requests.append(read_request(buffers, self._run_name, self._store.capacity_bytes))
         return requests
 
     def _serve(self) -> None:
@@ -219,6 +220,7 @@ class Ingest:
         now = time.monotonic()
         if now < self._next_tick:
             return
+        self._apply_settings()
         reading = len(self._pending) < MAX_BATCH_MESSAGES
         if self._blind and reading:
             self._store.renew_all(time.time())
@@ -228,6 +230,17 @@ class Ingest:
         if now >= self._next_report:
             self._report()
             self._next_report = now + REPORT_S
+
+    def _apply_settings(self) -> None:
+        """Log what was changed live; a pending put that can never fit any more is refused with the next batch."""
+        before = self._store.capacity_bytes
+        for state in self._store.refresh_settings():
+            logger.info("setting changed: %s", describe(state))
+        if self._store.capacity_bytes < before:
+            self._pending = [
+                check_size(request, self._store.capacity_bytes) if isinstance(request, Put) else request
+                for request in self._pending
+            ]
 
     def _wait_for_redis(self, error: Exception) -> None:
         """Return when Redis answers again, or when told to stop."""

@@ -117,7 +117,7 @@ def _read_put(
         _check_envelope(decoded, envelope, trajectory_id)
         trajectory = decoded
         validate_trajectory(decoded)
-        _check_here(decoded, envelope, run_id, capacity_bytes)
+        _check_here(decoded, envelope, run_id)
     except TrajectoryError as error:
         return BadPut(peer, trajectory_id, error.field, error.problem[:MAX_PROBLEM_LENGTH], trajectory)
     except WireError as error:
@@ -127,7 +127,18 @@ def _read_put(
         return BadPut(
             peer, trajectory_id, "payload", f"{type(error).__name__}: {error}"[:MAX_PROBLEM_LENGTH], trajectory
         )
-    return Put(peer, decoded, payload)
+    return check_size(Put(peer, decoded, payload), capacity_bytes)
+
+
+def check_size(put: Put, capacity_bytes: int) -> Put | BadPut:
+    """The put, or its refusal when it and the rest of its group could never be held at once."""
+    trajectory, num_bytes = put.trajectory, len(put.payload)
+    if num_bytes * trajectory.group_size <= capacity_bytes:
+        return put
+    problem = (
+        f"a group of {trajectory.group_size} of {num_bytes} bytes exceeds $.buffer.capacity_bytes = {capacity_bytes}"
+    )
+    return BadPut(put.peer, put.trajectory_id, "payload", problem, trajectory)
 
 
 def _check_envelope(trajectory: Trajectory, envelope: Envelope, trajectory_id: str) -> None:
@@ -141,19 +152,13 @@ def _check_envelope(trajectory: Trajectory, envelope: Envelope, trajectory_id: s
         raise TrajectoryError("task_index", "task_index, attempt and actor_seq must be in [0, 2^53)")
 
 
-def _check_here(trajectory: Trajectory, envelope: Envelope, run_id: str, capacity_bytes: int) -> None:
+def _check_here(trajectory: Trajectory, envelope: Envelope, run_id: str) -> None:
     """What a valid trajectory must satisfy to be stored in this buffer."""
     if trajectory.run_id != run_id:
         raise TrajectoryError("run_id", f"this buffer serves run {run_id!r}, got {trajectory.run_id!r}")
     if trajectory.oldest_version != envelope.oldest_version:
         raise TrajectoryError(
             "policy_versions", f"envelope says oldest {envelope.oldest_version}, payload {trajectory.oldest_version}"
-        )
-    if envelope.num_bytes * trajectory.group_size > capacity_bytes:
-        raise TrajectoryError(
-            "payload",
-            f"a group of {trajectory.group_size} of {envelope.num_bytes} bytes exceeds"
-            f" $.buffer.capacity_bytes = {capacity_bytes}",
         )
 
 

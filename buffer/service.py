@@ -24,6 +24,7 @@ from vagen.buffer.gate import Gate
 from vagen.buffer.keys import Keys, Shard
 from vagen.buffer.loop import Ingest, bind_router
 from vagen.buffer.server import EmbeddedValkey
+from vagen.buffer.settings import overrides
 from vagen.buffer.store import IngestStore
 from vagen.common.config import RunConfig, require
 from vagen.common.curve import load_key_pair
@@ -147,6 +148,8 @@ def _open_store(redis_url: str, run: RunConfig, config: BufferConfig, shard: int
     store = IngestStore(redis_url, run.name, config, shard)
     store.check_durability()
     store.announce()
+    for line in overrides(store.refresh_settings()):
+        logger.warning("%s", line)
     log = logger.info if config.fsync == "always" else logger.warning
     log("buffer.fsync %s: %s", config.fsync, FSYNC_RISK[config.fsync])
     return store

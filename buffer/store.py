@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from redis.exceptions import ResponseError
 
@@ -20,6 +21,7 @@ from vagen.buffer.connection import make_client, run_read_only, run_script
 from vagen.buffer.keys import Key, Keys, Shard
 from vagen.buffer.lua import source
 from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request
+from vagen.buffer.settings import LIVE_SETTINGS, SettingState, differences, read_settings
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import EngineStatus, Status, TaskGrant
@@ -55,6 +57,9 @@ class IngestStore:
         self._shard = Shard(shard, config.shards)
         self._keys = Keys(run_name, self._shard)
         self._client = make_client(redis_url, keys=self._keys)
+        self._settings: list[SettingState] = []
+        self.capacity_bytes = config.capacity_bytes
+        """In force as of the last `refresh_settings`."""
 
     def ping(self) -> None:
         """Return when Redis answers and has loaded its data."""
@@ -78,14 +83,24 @@ class IngestStore:
             )
 
     def announce(self) -> None:
-        """Publish the settings that the learner checks itself against."""
-        self._client.hset(self._keys[Key.CONFIG], "capacity_bytes", self._config.capacity_bytes)
+        """Tell what the recipe says of the live settings."""
+        names = [name for name, setting in LIVE_SETTINGS.items() if setting.told_in is Key.CONFIG]
+        told = {name: msgspec.json.encode(getattr(self._config, name)) for name in names}
+        self._client.hset(self._keys[Key.CONFIG], mapping=told)  # type: ignore[arg-type]
+
+    def refresh_settings(self) -> list[SettingState]:
+        """Read the live settings; returns those that have changed since the last time, at first those in force."""
+        states = read_settings(self._client, self._keys)
+        changed = differences(self._settings, states)
+        self._settings = states
+        self.capacity_bytes = next(s.value for s in states if s.name == "capacity_bytes") or self._config.capacity_bytes
+        return changed
 
     def fitting(self, puts: Sequence[Put]) -> list[bool]:
-        """Which of the puts fit below the capacity, in order, so that no other payload is sent at all."""
+        """Which of the puts fit below the capacity, by its policy, so that no other payload is sent at all."""
         if not puts:
             return []
-        args: list[Any] = [self._config.capacity_bytes]
+        args: list[Any] = [self._config.capacity_bytes, self._config.when_full]
         for put in puts:
             args += (len(put.payload), put.trajectory.group_id, put.trajectory.group_size)
         return [bool(fits) for fits in run_read_only(self._client, self._keys, "admissible", *args)]
@@ -122,7 +137,7 @@ class IngestStore:
 
         Returns how many tasks were returned, groups released and engines gone.
         """
-        args = (now, self._config.max_attempts, int(leases_end))
+        args = (now, self._config.max_attempts, int(leases_end), self._config.group_timeout_s)
         returned, released, gone = run_script(self._client, self._keys, "tick", *args)
         return returned, released, gone
 
@@ -195,7 +210,7 @@ def _commit_args(trajectory: Trajectory, num_bytes: int, now: float, config: Buf
         num_bytes,
         now,
         config.capacity_bytes,
-        config.group_timeout_s,
+        config.when_full,
         trajectory.actor_id,
         trajectory.actor_seq,
         trajectory.task_index,

@@ -109,6 +109,17 @@ def convert(raw: object, kind: type[S], path: str = "$") -> S:
         raise ConfigError(_explain(match["problem"], path + inner[1:], _look_up(raw, inner))) from None
 
 
+def parse_value(text: str, where: str) -> object:
+    """The value that a person wrote on a command line, by the rules of recipes.
+
+    Raises `ConfigError`, which begins with `where`, for what is not yaml.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: value is not valid yaml: {error}") from error
+
+
 def to_plain(config: msgspec.Struct) -> dict[str, Any]:
     """The section as plain data, for writing into a run's folder."""
     plain = msgspec.to_builtins(config)
@@ -133,10 +144,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     parts = key.split(".")
     if not equals or not all(parts) or len(parts) < 2:
         raise ConfigError(f"--set {override}: expected section.key=value")
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: value is not valid yaml: {error}") from error
+    value = parse_value(text, f"--set {override}")
     node = raw
     for depth, part in enumerate(parts[:-1]):
         child = node.setdefault(part, {})

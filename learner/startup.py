@@ -20,6 +20,7 @@ import torch
 from ulid import ULID
 
 from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.settings import overrides
 from vagen.common.config import RunConfig, section
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
@@ -241,8 +242,11 @@ def _announce(store: LearnerStore, config: LearnerConfig, incarnation: str, firs
         max_staleness=config.max_staleness,
         publish_every=config.publish_every,
         total_steps=config.total_steps,
+        required_capacity_bytes=config.required_capacity_bytes,
     )
     store.rollback(first_step - 1)
+    for line in overrides(store.settings()):
+        logger.warning("%s", line)
 
 
 def _check_capacity(store: LearnerStore, config: LearnerConfig) -> None:
@@ -250,7 +254,8 @@ def _check_capacity(store: LearnerStore, config: LearnerConfig) -> None:
     if 0 < capacity < config.required_capacity_bytes:
         raise ConfigError(
             f"$.buffer.capacity_bytes: expected int >= {config.required_capacity_bytes} = (checkpoint_every + "
-            f"prefetch + 2) * batch_size * expected_trajectory_bytes of $.learner, got {capacity}"
+            f"prefetch + 2) * batch_size * expected_trajectory_bytes of $.learner, got {capacity} "
+            "(`vagen buffer settings` tells whether it was set live)"
         )
 
 

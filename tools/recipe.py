@@ -100,6 +100,12 @@ def _check_pacing(recipe: Recipe) -> None:
         "expected_trajectory_bytes of $.learner",
     )
     require(
+        learner.max_staleness >= learner.publish_every - 1,
+        "learner.max_staleness",
+        learner.max_staleness,
+        f"int >= {learner.publish_every - 1} = learner.publish_every - 1, the age of the data of the last such step",
+    )
+    require(
         learner.batch_size % recipe.actor.group_size == 0,
         "learner.batch_size",
         learner.batch_size,

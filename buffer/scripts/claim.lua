@@ -3,9 +3,9 @@
 local step, wanted, now = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[4])
 local sealed = redis.call('GET', K.manifest .. ARGV[1])
 if sealed then return sealed end
-local max_staleness = redis.call('HGET', K.learner, 'max_staleness')
-if not max_staleness then return redis.error_reply('ERR claim before register') end
-local floor = step - tonumber(max_staleness)
+local registered = redis.call('HGET', K.learner, 'max_staleness')
+if not registered then return redis.error_reply('ERR claim before register') end
+local floor = step - tonumber(setting('max_staleness', registered))
 
 -- Units whose oldest member is stale lose their stale members; the others stay.
 for _, unit in ipairs(redis.call('ZRANGE', K.ready, '-inf', '(' .. floor, 'BYSCORE')) do
@@ -23,8 +23,7 @@ for _, unit in ipairs(redis.call('ZRANGE', K.ready, '-inf', '(' .. floor, 'BYSCO
   if oldest < math.huge then
     redis.call('ZADD', K.ready, oldest, unit)
   else
-    redis.call('ZREM', K.ready, unit)
-    redis.call('DEL', K.group .. string.sub(unit, 3))
+    unready(unit)
   end
 end
 
@@ -68,15 +67,14 @@ for _, item in ipairs(taken) do
     }
     total = total + bytes
   end
-  redis.call('ZREM', K.ready, unit)
-  if string.sub(unit, 1, 2) == 'g:' then redis.call('DEL', K.group .. string.sub(unit, 3)) end
+  unready(unit)
 end
 stat('ready', -count)
 stat('claimed', count)
 stat('claimed_bytes', total)
 redis.call('HSET', K.claims, step, count)
 redis.call('HSET', K.untrained, step, count)
-redis.call('HSET', K.learner, 'want', 0)
+redis.call('HSET', K.learner, 'want', 0, 'claimed', math.max(step, number(K.learner, 'claimed')))
 if floor > number(K.learner, 'floor') then
   redis.call('HSET', K.learner, 'floor', floor)
   redis.call('ZREMRANGEBYSCORE', K.seen, '-inf', '(' .. floor)

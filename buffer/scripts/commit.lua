@@ -1,7 +1,7 @@
 -- Decides on one trajectory whose payload a SET NX of the same transaction has written.
--- ARGV: id, bytes, now, capacity, group timeout, actor, sequence number, task, attempt, is last, group, group size,
+-- ARGV: id, bytes, now, capacity and policy of the recipe, actor, sequence number, task, attempt, is last, group, group size,
 -- policy versions. Returns {verdict, field, problem}.
-local id, bytes, now, capacity = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local id, bytes, now = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local actor, seq = ARGV[6], tonumber(ARGV[7])
 local index, attempt, is_last = ARGV[8], tonumber(ARGV[9]), ARGV[10] == '1'
 local group, size = ARGV[11], tonumber(ARGV[12])
@@ -14,6 +14,32 @@ end
 local function finish()
   decide(actor, seq)
   if is_last then end_task(index, attempt) end
+end
+
+-- Makes room by the policy, whole ready units in its order; evicts nothing where that would not be enough.
+local function make_room()
+  local capacity, policy = tonumber(setting('capacity_bytes', ARGV[4])), setting('when_full', ARGV[5])
+  local wanted = need(bytes, group, size)
+  local free, evictable = room_left(capacity, policy)
+  local joins = size > 1 and redis.call('ZSCORE', K.ready, 'g:' .. group)
+  if not fits(wanted, free, evictable, joins and held_by('g:' .. group) or 0) then return false end
+  local order, passed = policy == 'drop_stalest' and K.ready or K.arrived, 0
+  while wanted > free do
+    local unit = redis.call('ZRANGE', order, passed, passed)[1]
+    if not unit then return false end
+    if unit == 'g:' .. group then
+      passed = passed + 1
+    else
+      for _, member in ipairs(members(unit)) do
+        local _, held = describe(member)
+        drop(member, held, 'evicted')
+        stat('ready', -1)
+        free = free + held
+      end
+      unready(unit)
+    end
+  end
+  return true
 end
 
 if redis.call('HEXISTS', K.live, id) == 1 then
@@ -40,26 +66,29 @@ for version in string.gmatch(ARGV[13], '%d+') do
 end
 
 local floor = redis.call('HGET', K.learner, 'floor')
-if floor and oldest < tonumber(floor) then
+if floor and oldest < tonumber(floor) and decided(actor, seq) then
   -- `seen` has forgotten ids as old as this one; the sequence number tells a late resend from a first arrival.
-  if decided(actor, seq) then
-    stat('duplicates', 1)
-    return reject('duplicate')
-  end
+  stat('duplicates', 1)
+  return reject('duplicate')
+end
+local bound = stale_below()
+if oldest < bound then
+  -- The bound moves with `max_staleness`, so a resend might not be stale any more.
+  redis.call('ZADD', K.seen, oldest, id)
   stat('stale', 1)
   finish()
-  return reject('stale', 'policy_versions', 'oldest learner step ' .. oldest .. ' is below ' .. floor)
+  return reject('stale', 'policy_versions', 'oldest learner step ' .. oldest .. ' is below ' .. bound)
 end
 
-local wanted = need(bytes, group, size)
-if wanted > 0 and number(K.stat, 'bytes') + number(K.stat, 'room') + wanted > capacity then return reject('full') end
+if not make_room() then return reject('full') end
 
 redis.call('HSET', K.live, id, string.format('%d:%d:%s', oldest, bytes, group))
 redis.call('ZADD', K.seen, oldest, id)
-stat('stored', 1)
+local arrival = stat('stored', 1)
 stat('bytes', bytes)
 if size == 1 then
   redis.call('ZADD', K.ready, oldest, id)
+  redis.call('ZADD', K.arrived, arrival, id)
   stat('ready', 1)
 else
   local key = K.group .. group
@@ -72,8 +101,10 @@ else
     local left = room and math.max(0, tonumber(room) - bytes) or bytes * (size - 1)
     redis.call('HSET', key, 'room', string.format('%d', left))
     stat('room', left - tonumber(room or '0'))
-    redis.call('ZADD', K.waiting, 'NX', now + tonumber(ARGV[5]), group)
+    redis.call('HSETNX', key, 'arrived', arrival)
+    redis.call('ZADD', K.waiting, 'NX', now, group)
     stat('awaiting', 1)
+    stat('awaiting_bytes', bytes)
     if is_last and redis.call('HINCRBY', key, 'last', 1) >= size then release(group) end
   end
 end

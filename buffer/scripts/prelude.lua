@@ -8,6 +8,13 @@ local function number(key, field)
   return tonumber(redis.call('HGET', key, field) or '0')
 end
 
+-- The live value of a setting, or else the recipe's.
+local function setting(name, recipe)
+  local live = redis.call('HGET', K.settings, name)
+  if live then return cjson.decode('[' .. live .. ']')[1] end
+  return recipe
+end
+
 -- Step, bytes and group of a trajectory that has a payload.
 local function describe(id)
   local step, bytes, group = string.match(redis.call('HGET', K.live, id), '^(-?%d+):(%d+):(.*)$')
@@ -41,19 +48,30 @@ local function wake()
   end
 end
 
+-- Takes a whole unit out of those that are ready.
+local function unready(unit)
+  redis.call('ZREM', K.ready, unit)
+  redis.call('ZREM', K.arrived, unit)
+  if string.sub(unit, 1, 2) == 'g:' then redis.call('DEL', K.group .. string.sub(unit, 3)) end
+end
+
 -- Makes a waiting group ready as it is and gives back what is left of its room.
 local function release(group)
   local key = K.group .. group
-  local oldest, count = math.huge, 0
+  local oldest, count, total = math.huge, 0, 0
   for _, id in ipairs(members('g:' .. group)) do
-    oldest = math.min(oldest, number(key, id))
+    local born, bytes = describe(id)
+    oldest = math.min(oldest, born)
     count = count + 1
+    total = total + bytes
   end
   stat('room', -number(key, 'room'))
   redis.call('HDEL', key, 'room')
   redis.call('ZREM', K.waiting, group)
   redis.call('ZADD', K.ready, oldest, 'g:' .. group)
+  redis.call('ZADD', K.arrived, number(key, 'arrived'), 'g:' .. group)
   stat('awaiting', -count)
+  stat('awaiting_bytes', -total)
   stat('ready', count)
 end
 
@@ -63,6 +81,37 @@ local function need(bytes, group, size)
   local room = redis.call('HGET', K.group .. group, 'room')
   if not room then return bytes * size end
   return math.max(0, bytes - tonumber(room))
+end
+
+-- Bytes that are free, and bytes of ready units that the policy may evict: claimed ones and the members of incomplete
+-- groups never are.
+local function room_left(capacity, policy)
+  local bytes = number(K.stat, 'bytes')
+  local free = capacity - bytes - number(K.stat, 'room')
+  if policy == 'block' then return free, 0 end
+  return free, bytes - number(K.stat, 'claimed_bytes') - number(K.stat, 'awaiting_bytes')
+end
+
+-- Payload bytes of a unit.
+local function held_by(unit)
+  local total = 0
+  for _, id in ipairs(members(unit)) do
+    local _, bytes = describe(id)
+    total = total + bytes
+  end
+  return total
+end
+
+-- Whether bytes fit, where need be into the room of ready units but their own: nobody is evicted for its own sake.
+local function fits(wanted, free, evictable, own)
+  return wanted == 0 or wanted <= free or wanted <= free + evictable - own
+end
+
+-- Learner step of the oldest token below which data is too stale for every claim to come.
+local function stale_below()
+  local claimed = redis.call('HGET', K.learner, 'claimed')
+  if not claimed then return -math.huge end
+  return tonumber(claimed) - tonumber(setting('max_staleness', redis.call('HGET', K.learner, 'max_staleness')))
 end
 
 -- Whether an actor's sequence number is decided. Exact for ever, where `seen` forgets.
