@@ -76,14 +76,17 @@ def audit(
 
     from vagen.buffer.accounting import audit as read_audit
     from vagen.buffer.accounting import format_accounting
+    from vagen.buffer.config import BufferConfig
     from vagen.buffer.service import read_ready
     from vagen.common.config import RunConfig, read_recipe, section
     from vagen.common.errors import ConfigError, VagenError
 
     try:
         if config is not None:
-            name = section(read_recipe(config, overrides or ()), "run", RunConfig).name
+            recipe = read_recipe(config, overrides or ())
+            name = section(recipe, "run", RunConfig).name
             url = redis or read_ready(run_dir or Path("runs") / name).redis_url
+            url = section(recipe, "buffer", BufferConfig).complete(url)
         elif run_dir is not None:
             ready = read_ready(run_dir)
             name, url = ready.run_name, redis or ready.redis_url

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from typing import Literal
+from urllib.parse import urlsplit
 
+from vagen.buffer.address import public_url, with_options
 from vagen.buffer.keys import MAX_SHARDS
 from vagen.common.config import Section, require
 
@@ -48,6 +50,15 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     redis_url: str | None = None
     """`redis://`, `rediss://`, `unix://`, or `redis+cluster://` with any node of a cluster; none starts an embedded
     Valkey in the run's folder."""
+    redis_password_file: str | None = None
+    """File whose first line is the password; else the environment variable `VAGEN_REDIS_PASSWORD`, so that it is in no
+    recipe. A password in `redis_url` works too, and is copied wherever the recipe is."""
+    redis_ca_file: str | None = None
+    """Certificates of the authorities that may sign the server's, for `rediss://`; those of the system by default."""
+    redis_cert_file: str | None = None
+    """Client certificate, where Redis wants one."""
+    redis_key_file: str | None = None
+    """Its private key."""
     fsync: Literal["always", "everysec", "none"] = "always"
     """When Redis makes a commit durable; see `FSYNC_RISK`."""
     shards: int = 1
@@ -94,6 +105,19 @@ class BufferConfig(Section, frozen=True, kw_only=True):
             self.redis_url,
             URL_FORMS,
         )
+        require(
+            self.redis_url is None or self.redis_url.startswith("unix") or "@" not in urlsplit(self.redis_url).path,
+            "buffer.redis_url",
+            self.redis_url,
+            "URL whose password has %2F for / and %40 for @",
+        )
+        tls = self.redis_ca_file or self.redis_cert_file or self.redis_key_file
+        require(
+            tls is None or self.redis_url is None or self.redis_url.startswith("rediss"),
+            "buffer.redis_url",
+            self.redis_url,
+            "rediss:// URL together with redis_ca_file, redis_cert_file or redis_key_file",
+        )
         require(1 <= self.shards <= MAX_SHARDS, "buffer.shards", self.shards, f"1 <= int <= {MAX_SHARDS}")
         require(self.capacity_bytes >= 1 << 16, "buffer.capacity_bytes", self.capacity_bytes, f"int >= {1 << 16}")
         for name in ("group_timeout_s", "lease_s", "heartbeat_timeout_s", "start_timeout_s"):
@@ -104,3 +128,28 @@ class BufferConfig(Section, frozen=True, kw_only=True):
             require(value >= 1, f"buffer.{name}", value, "int >= 1")
         port = self.metrics_port
         require(port is None or 0 <= port < 1 << 16, "buffer.metrics_port", port, "port 0-65535 or null")
+
+    @property
+    def redis_address(self) -> str | None:
+        """`redis_url` with the files of the other settings in its query, which every client understands."""
+        return None if self.redis_url is None else self.complete(self.redis_url)
+
+    def complete(self, url: str) -> str:
+        """The URL of this buffer's Redis as a client needs it, from one that somebody announced or gave.
+
+        Adds the files of the settings, and the password where it stands in this recipe's own URL.
+        """
+        own = self.redis_url
+        if own is None and url.startswith("unix:"):
+            return url  # the embedded server's, which has neither password nor TLS
+        tls = {}
+        if url.startswith("rediss"):
+            tls = {
+                "ssl_ca_certs": self.redis_ca_file,
+                "ssl_certfile": self.redis_cert_file,
+                "ssl_keyfile": self.redis_key_file,
+            }
+        completed = with_options(url, password_file=self.redis_password_file, **tls)
+        if own is not None and own != url and public_url(self.complete(own)) == completed:
+            return self.complete(own)
+        return completed

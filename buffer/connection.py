@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from vagen.buffer.address import password_source, resolve_password
 from vagen.buffer.cluster import MOVED, is_cluster_url, make_slot_pool
 from vagen.buffer.config import URL_FORMS
 from vagen.buffer.keys import Keys
@@ -39,7 +41,7 @@ def make_client(url: str, socket_timeout_s: float = SOCKET_TIMEOUT_S, *, keys: K
     """A client that connects on first use and never retries by itself.
 
     Of a cluster (`redis+cluster://`, `rediss+cluster://`) it reaches the node that serves `keys`. Raises `ConfigError`
-    for a malformed URL.
+    for a malformed URL, a password file that cannot be read, and for TLS options that cannot be used.
     """
     options: dict[str, Any] = {
         "protocol": 3,
@@ -48,12 +50,18 @@ def make_client(url: str, socket_timeout_s: float = SOCKET_TIMEOUT_S, *, keys: K
         "retry": Retry(NoBackoff(), 0),
     }
     try:
+        url, password = resolve_password(url)
+        if password is not None:
+            options["password"] = password
         if is_cluster_url(url):
             assert keys is not None, "a client of a cluster needs keys that say which node it wants"
             return redis.Redis.from_pool(make_slot_pool(url, keys.prefix, **options))
         return redis.Redis.from_url(url, **options)
-    except ValueError as error:
-        raise ConfigError(f"$.buffer.redis_url: expected {URL_FORMS}, got {url!r}") from error
+    except ConfigError:
+        raise
+    except (TypeError, ValueError):
+        # Not chained: redis-py's message may quote the password.
+        raise ConfigError(f"$.buffer.redis_url: expected {URL_FORMS} with options of redis-py, got {url!r}") from None
 
 
 def first_contact(client: redis.Redis, url: str, timeout_s: float = FIRST_CONTACT_S) -> None:
@@ -70,8 +78,15 @@ def first_contact(client: redis.Redis, url: str, timeout_s: float = FIRST_CONTAC
         except BusyLoadingError:
             deadline = time.monotonic() + timeout_s
         except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
-            raise ConfigError(f"$.buffer.redis_url: {url} refused the login: {error}") from error
+            raise ConfigError(
+                f"$.buffer.redis_url: {url} refused the login with {password_source(url)}: {error}"
+            ) from error
         except TRANSIENT as error:
+            if _is_certificate_problem(error):
+                raise ConfigError(
+                    f"$.buffer.redis_url: TLS with {url} failed: {error}; see buffer.redis_ca_file, redis_cert_file and"
+                    " redis_key_file"
+                ) from error
             if time.monotonic() > deadline:
                 raise BufferUnavailableError(
                     f"no Redis answers at {url} ({error}); start `vagen-buffer serve`, which writes the URL to"
@@ -80,6 +95,16 @@ def first_contact(client: redis.Redis, url: str, timeout_s: float = FIRST_CONTAC
         except ResponseError as error:
             raise ConfigError(f"$.buffer.redis_url: {url} answered: {error}") from error
         time.sleep(0.05)
+
+
+def _is_certificate_problem(error: BaseException) -> bool:
+    """Whether TLS failed for good: a certificate that is wrong, missing or not accepted."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def patiently(call: Callable[[], T], timeout_s: float, what: str) -> T:

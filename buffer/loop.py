@@ -248,7 +248,6 @@ class Ingest:
         self._blind = True
         started, pause = time.monotonic(), 0.02
         while not self._stopping():
-            self._check_gate()
             self._revive()
             try:
                 self._store.ping()

@@ -87,7 +87,7 @@ class EmbeddedValkey:
         conf.write_text(_CONF.format(socket=self.socket, folder=self._folder, appendfsync=_APPENDFSYNC[self._fsync]))
         try:
             self._process = subprocess.Popen(
-                [str(get_binary_path()), str(conf)],
+                [self._binary(), str(conf)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -142,6 +142,9 @@ class EmbeddedValkey:
             raise ConfigError(f"{far}: expected a folder of mode 700 of this user; {near} is too long for a socket")
         logger.warning("%s is too long for a Unix socket, using %s", near, far)
         return far / "valkey.sock"
+
+    def _binary(self) -> str:
+        return str(get_binary_path())
 
     def _try_lock(self) -> int | None:
         lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)

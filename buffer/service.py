@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from vagen.buffer.accounting import REASONS, read_accounting, read_status
+from vagen.buffer.address import public_url
 from vagen.buffer.config import FSYNC_RISK, BufferConfig, BufferSecurity
 from vagen.buffer.connection import first_contact, make_client
 from vagen.buffer.gate import Gate
@@ -42,6 +43,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     run_name: str
     endpoint: str
     redis_url: str
+    """Without its password."""
     metrics_port: int | None
 
 
@@ -114,11 +116,12 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
             revive=revive,
             report=_Reporter(redis_url, keys, metrics).report,
         )
-        ready = Ready(pid=os.getpid(), run_name=run.name, endpoint=endpoint, redis_url=redis_url, metrics_port=port)
+        public = public_url(redis_url)
+        ready = Ready(pid=os.getpid(), run_name=run.name, endpoint=endpoint, redis_url=public, metrics_port=port)
         _write_atomically(folder / "ready.json", ready)
         stack.callback((folder / "ready.json").unlink, missing_ok=True)
         logger.info(
-            "run %s, shard %d of %d: serving at %s, Redis at %s", run.name, shard, config.shards, endpoint, redis_url
+            "run %s, shard %d of %d: serving at %s, Redis at %s", run.name, shard, config.shards, endpoint, public
         )
         ingest.run()
         logger.info("stopping on signal %d", stop_signal[0])
@@ -135,9 +138,10 @@ def _start_redis(
     config: BufferConfig, keys: Keys, folder: Path, stack: contextlib.ExitStack
 ) -> tuple[str, Callable[[], object]]:
     """The URL of Redis and what revives it; an embedded one stops with the stack."""
-    if config.redis_url is not None:
-        first_contact(make_client(config.redis_url, keys=keys), config.redis_url)
-        return config.redis_url, lambda: None
+    address = config.redis_address
+    if address is not None:
+        first_contact(make_client(address, keys=keys), address)
+        return address, lambda: None
     valkey = EmbeddedValkey(folder / "valkey", config.fsync)
     valkey.start(config.start_timeout_s)
     stack.callback(valkey.stop)

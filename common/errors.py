@@ -19,9 +19,14 @@ VagenError
 
 from __future__ import annotations
 
+from vagen.common.redaction import redact
+
 
 class VagenError(Exception):
-    """Root of everything that this project raises on purpose."""
+    """Root of everything that this project raises on purpose; its text never shows the password of a URL."""
+
+    def __str__(self) -> str:
+        return redact(super().__str__())
 
 
 class ConfigError(VagenError, ValueError):

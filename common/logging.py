@@ -6,7 +6,16 @@ import logging
 import sys
 from pathlib import Path
 
+from vagen.common.redaction import redact
+
 FORMAT = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
+
+
+class _Formatter(logging.Formatter):
+    """Shows no password of a URL, whoever logs it, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 def setup_logging(level: str = "INFO", file: Path | None = None) -> None:
@@ -18,5 +27,7 @@ def setup_logging(level: str = "INFO", file: Path | None = None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file))
-    logging.basicConfig(level=level.upper(), format=FORMAT, handlers=handlers, force=True)
+    for handler in handlers:
+        handler.setFormatter(_Formatter(FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

@@ -13,6 +13,7 @@ app = typer.Typer(
     help="Trains on trajectories from the buffer and publishes weights to the actors' engines.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -36,6 +37,7 @@ def run(
 
     Under torchrun every rank runs this command; tensor and data parallelism follow from the world size.
     """
+    from vagen.buffer.config import BufferConfig
     from vagen.buffer.learner_store import LearnerStore
     from vagen.common.config import RunConfig, read_recipe, section
     from vagen.common.errors import VagenError
@@ -46,6 +48,7 @@ def run(
     try:
         recipe = read_recipe(config, set_ or [])
         section(recipe, "learner", LearnerConfig)
+        redis = section(recipe, "buffer", BufferConfig).complete(redis)
         settings = section(recipe, "run", RunConfig)
         vision_tokens(model)
         # Nobody should wait for torch's import to hear that the buffer is not there.

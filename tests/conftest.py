@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,25 @@ def make_trajectory() -> Callable[..., Trajectory]:
         return Trajectory(**(values | fields))
 
     return make
+
+
+class RedisServer(EmbeddedValkey):
+    """The same over a binary of Redis."""
+
+    def _binary(self) -> str:
+        found = shutil.which("redis-server")
+        if found is None:
+            pytest.skip("this machine has no redis-server")
+        return found
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A running redis-server of its own, where the machine has one."""
+    server = RedisServer(tmp_path / "redis")
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture

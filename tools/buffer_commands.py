@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from vagen.buffer.cli import audit
+from vagen.tools.console import user_errors
 
 buffer_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into a buffer and steer it.")
 buffer_app.command("audit")(audit)
@@ -43,3 +44,35 @@ def locate(run_dir: Path | None, redis: str | None, run_name: str | None) -> Run
     if run_dir is None and redis is not None and run_name is not None:
         return RunAddress(redis, run_name)
     raise ConfigError("expected either --run-dir DIR, or --redis URL together with --run NAME")
+
+
+@buffer_app.command("acl")
+def acl(
+    run_name: Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run.")],
+    user: Annotated[str | None, typer.Option("--user", help="Name of the Redis user; vagen-NAME by default.")] = None,
+    shards: Annotated[int, typer.Option("--shards", min=1, help="buffer.shards of the run.")] = 1,
+    password_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its first line; VAGEN_REDIS_PASSWORD by default.")
+    ] = None,
+) -> None:
+    """Print the ACL SETUSER line of a Redis user who may work on one run and see no other.
+
+    The line holds a hash of the password, not the password.
+
+    Examples:
+
+      vagen buffer acl --run a --password-file redis.password
+
+      vagen buffer acl --run a --password-file redis.password | redis-cli
+    """
+    with user_errors():
+        import os
+
+        from vagen.buffer.acl import acl_line
+        from vagen.buffer.address import PASSWORD_VARIABLE, read_password_file
+        from vagen.common.errors import ConfigError
+
+        password = read_password_file(password_file) if password_file else os.environ.get(PASSWORD_VARIABLE)
+        if not password:
+            raise ConfigError(f"expected --password-file FILE or a password in {PASSWORD_VARIABLE}")
+        typer.echo(acl_line(run_name, password, user=user, shards=shards))

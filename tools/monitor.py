@@ -55,7 +55,8 @@ class Monitor:
 
     def audit(self) -> dict[str, Any]:
         """The accounting identity now. Raises `BufferUnavailableError` when Redis does not answer."""
-        accounting = audit(read_ready(self._run.root).redis_url, self._recipe.run.name)
+        url = self._recipe.buffer.complete(read_ready(self._run.root).redis_url)
+        accounting = audit(url, self._recipe.run.name)
         plain: dict[str, Any] = msgspec.to_builtins(accounting)
         return plain | {"pending": accounting.pending, "identity_holds": accounting.identity_holds}
 

@@ -22,6 +22,7 @@ from markupsafe import Markup
 from vagen.actor.config import ActorConfig
 from vagen.common.config import section
 from vagen.common.errors import ConfigError
+from vagen.common.redaction import redact
 from vagen.tools.charts import Series, bar_chart, interval_chart, line_chart, number, share_bars
 from vagen.tools.runs import Evaluation, RunDir, StepRecord, TelemetrySample, Transcript
 from vagen.tools.summary import build_summary, verdict
@@ -87,7 +88,7 @@ def render_report(run: RunDir) -> str:
         accounting=_accounting(summary["accounting"]),
         pairs=list(_pairs(before, after)),
         events=state.events if state else [],
-        recipe=run.recipe.read_text() if run.recipe.is_file() else "",
+        recipe=redact(run.recipe.read_text()) if run.recipe.is_file() else "",
         folder=run.root.name,
     )
 

@@ -1,7 +1,8 @@
 -- In front of every script. KEYS[1] is the run's prefix; K.<name> is the key of that name, see keys.py.
 
 local function stat(field, by)
-  return redis.call('HINCRBY', K.stat, field, by)
+  -- Redis takes Lua's -0 for no integer, Valkey does not mind.
+  return redis.call('HINCRBY', K.stat, field, string.format('%d', by))
 end
 
 local function number(key, field)

@@ -13,7 +13,20 @@ from vagen.buffer.accounting import read_accounting
 from vagen.buffer.connection import make_client
 from vagen.buffer.keys import Key, Keys
 from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.server import EmbeddedValkey
 from vagen.common.errors import BufferUnavailableError, ConfigError, InfrastructureError
+
+
+@pytest.fixture(params=["valkey", "redis_server"])
+def valkey(request, tmp_path):
+    """The contract holds on the embedded Valkey and on Redis."""
+    if request.param == "redis_server":
+        yield request.getfixturevalue("redis_server")
+        return
+    server = EmbeddedValkey(tmp_path / "valkey")
+    server.start()
+    yield server
+    server.stop()
 
 
 def bytes_in_redis(bench):
