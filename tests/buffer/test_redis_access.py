@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import shutil
 import socket
 import subprocess
@@ -174,6 +175,13 @@ def test_user_of_a_run_needs_exactly_the_listed_commands(secure, password_file, 
     assert used - handshake == set(acl.COMMANDS)
     denied = {name.removeprefix("cmdstat_") for name, stat in stats.items() if stat["rejected_calls"]}
     assert denied <= {"config|get", "client|setinfo", "client|maint_notifications"}
+
+
+def test_listed_commands_cover_every_script():
+    called = set()
+    for name in SCRIPTS:
+        called |= {command.lower() for command in re.findall(r"redis\.call\('(\w+)'", source(name).text)}
+    assert called <= set(acl.COMMANDS)
 
 
 def test_user_of_another_run_sees_and_changes_nothing(secure, password_file, make_trajectory, heartbeat):
