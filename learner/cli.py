@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,30 +19,46 @@ app = typer.Typer(
 )
 
 
+class ReplayOrder(StrEnum):
+    """Choices of --replay-order."""
+
+    archive = "archive"
+    shuffled = "shuffled"
+
+
 @app.callback()
 def main() -> None:
     """Keeps `run` a sub-command."""
 
 
 @app.command(
-    epilog="Example: vagen-learner run --config frozenlake --model runs/a/model --run-dir runs/a "
-    "--redis unix:///path/to/valkey.sock --set learner.total_steps=100"
+    epilog="Examples: vagen-learner run --config frozenlake --model runs/a/model --run-dir runs/a "
+    "--redis unix:///path/to/valkey.sock --set learner.total_steps=100 · "
+    "vagen-learner run --config frozenlake --model runs/a/model --run-dir runs/b --replay runs/a/learner/archive"
 )
 def run(
     config: Annotated[str, typer.Option(help="Recipe: a yaml file, or the name of a shipped one.")],
     model: Annotated[Path, typer.Option(help="Model directory to start from (transformers format).")],
-    redis: Annotated[str, typer.Option(help="Redis of the buffer: redis://, rediss:// or unix://.")],
+    redis: Annotated[str | None, typer.Option(help="Redis of the buffer: redis://, rediss:// or unix://.")] = None,
     run_dir: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, metrics, logs.")] = Path("runs/run"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Train from this saved buffer: no actor, no Redis, no engine.")
+    ] = None,
+    replay_order: Annotated[
+        ReplayOrder | None,
+        typer.Option(help="The archive's own steps (default where it has them), or whole groups drawn by run.seed."),
+    ] = None,
+    replay_epochs: Annotated[int, typer.Option(help="Passes over the archive, shuffled.")] = 1,
 ) -> None:
     """Train, resuming from the newest checkpoint under RUN_DIR/learner/checkpoints.
 
-    Under torchrun every rank runs this command; tensor and data parallelism follow from the world size.
+    With --replay from a saved buffer; the same command without it, but with --redis, goes on live from there. Under
+    torchrun every rank runs this command; tensor and data parallelism follow from the world size.
     """
     from vagen.buffer.config import BufferConfig
-    from vagen.buffer.learner_store import LearnerStore
     from vagen.common.config import RunConfig, read_recipe, section
-    from vagen.common.errors import VagenError
+    from vagen.common.errors import ConfigError, VagenError
     from vagen.common.logging import setup_logging
     from vagen.common.vocabulary import vision_tokens
     from vagen.learner.config import LearnerConfig
@@ -48,16 +66,80 @@ def run(
     try:
         recipe = read_recipe(config, set_ or [])
         section(recipe, "learner", LearnerConfig)
-        redis = section(recipe, "buffer", BufferConfig).complete(redis)
         settings = section(recipe, "run", RunConfig)
         vision_tokens(model)
-        # Nobody should wait for torch's import to hear that the buffer is not there.
-        LearnerStore.connect(redis, settings.name).close()
-        setup_logging(settings.log_level, run_dir / "learner" / "learner.log")
-
-        from vagen.learner.startup import run_learner
-
-        run_learner(recipe, model, run_dir, redis)
+        log = run_dir / "learner" / "learner.log"
+        if replay is not None:
+            if redis is not None:
+                raise ConfigError("--replay trains from a saved buffer: leave --redis out")
+            _replay(
+                recipe,
+                model,
+                run_dir,
+                replay,
+                replay_order,
+                replay_epochs,
+                lambda: setup_logging(settings.log_level, log),
+            )
+            return
+        if redis is None:
+            raise ConfigError("expected --redis, the buffer to train from, or --replay, a saved one")
+        if replay_order is not None or replay_epochs != 1:
+            raise ConfigError("--replay-order and --replay-epochs: expected --replay with them")
+        redis = section(recipe, "buffer", BufferConfig).complete(redis)
+        _train(recipe, settings.name, model, run_dir, redis, lambda: setup_logging(settings.log_level, log))
     except VagenError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+def _train(
+    recipe: Mapping[str, Any], name: str, model: Path, run_dir: Path, redis: str, start_logging: Callable[[], None]
+) -> None:
+    from vagen.buffer.learner_store import LearnerStore
+
+    # Nobody should wait for torch's import to hear that the buffer is not there.
+    LearnerStore.connect(redis, name).close()
+    start_logging()
+
+    from vagen.learner.startup import run_learner
+
+    run_learner(recipe, model, run_dir, redis)
+
+
+def _replay(
+    recipe: Mapping[str, Any],
+    model: Path,
+    run_dir: Path,
+    path: Path,
+    order: ReplayOrder | None,
+    epochs: int,
+    start_logging: Callable[[], None],
+) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from vagen.buffer.archive.reader import open_archive
+
+    open_archive(path)
+
+    from vagen.learner.replay import ReplayOptions
+    from vagen.learner.replay_run import run_replay
+
+    options = ReplayOptions(path=path, order=order.value if order else None, epochs=epochs)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        # While the bar is live it stands in for stderr, so that lines of the log appear above it.
+        start_logging()
+        task = bar.add_task("replay", total=None)
+        run_replay(
+            recipe,
+            model,
+            run_dir,
+            options,
+            on_begin=lambda first, last: bar.update(task, completed=first, total=last),
+            on_step=lambda line: bar.update(
+                task, completed=line["step"] + 1, description=f"loss {line['loss']['total']:+.4f}"
+            ),
+        )

@@ -64,10 +64,10 @@ class Learner:
     last_step: int
     """At most `config.total_steps`; a saved buffer may end before."""
     is_first_rank: bool
-    publisher: Publisher | None
-    """None for a replay, which has no engines."""
     probe: Probe | None
-    rescore: Callable[[Probe, str, int], float]
+    publisher: Publisher | None = None
+    """None for a replay, which has no engines."""
+    rescore: Callable[[Probe, str, int], float] | None = None
     """Mean |engine - learner| log-probability of a probe that the engine at a URL samples with a version."""
     on_step: Callable[[dict[str, Any]], None] = lambda line: None
     """Is given each line of the journal."""
@@ -151,7 +151,7 @@ class Learner:
 
     def _check_engine(self, published: Published) -> float | None:
         """The probe against the first member; an engine that fails meanwhile is the next publish's business."""
-        if self.probe is None or not published.report.ok:
+        if self.probe is None or self.rescore is None or not published.report.ok:
             return None
         url = published.report.ok[0]
         try:

@@ -130,19 +130,19 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
 def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_dir: Path) -> Iterator[LearnerParts]:
     """Process groups, model, newest checkpoint, journal and metrics; ends them with the block.
 
-    Takes over SIGTERM and SIGINT. Raises `ConfigError` for what cannot work and `CheckpointError` for a checkpoint of
-    another model.
+    SIGTERM and SIGINT set `stop` meanwhile. Raises `ConfigError` for what cannot work and `CheckpointError` for a
+    checkpoint of another model.
     """
     torch.set_num_threads(config.num_threads)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     folder = run_dir / "learner"
     vision = vision_tokens(model_dir)
     if vision is None:
         raise ConfigError(f"{model_dir}: expected a vision-language model, config.json has no image_token_id")
     forbidden = torch.tensor(vision.forbidden_token_ids)
-    with parallel_session(tensor_parallel_size=config.tensor_parallel_size, seed=run.seed + 1) as topology:
+    with (
+        _stopped_by_signals() as stop,
+        parallel_session(tensor_parallel_size=config.tensor_parallel_size, seed=run.seed + 1) as topology,
+    ):
         model, trainer, update = _make_update(run, config, model_dir, forbidden, topology)
         checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
         first_step, probe = 0, None
@@ -186,6 +186,18 @@ def export_model(model: VisionLanguageActorCritic, target: Path, step: int) -> N
     model.save_hf(target)
     if is_first:
         marker.write_text(str(step))
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set while the block runs."""
+    stop = threading.Event()
+    earlier = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def _connector(redis_url: str, run_name: str, config: LearnerConfig, stack: ExitStack) -> Callable[[], LearnerStore]:

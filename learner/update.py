@@ -34,7 +34,7 @@ from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.optimizer import Trainer
 
-__all__ = ["PolicyUpdate", "Scores", "UpdateStats", "load_models", "score"]
+__all__ = ["PolicyUpdate", "Scores", "TokenData", "UpdateStats", "load_models", "score"]
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -163,13 +163,9 @@ class PolicyUpdate:
         self._model.eval()
         scores = score(self._model, batch, config.max_tokens_per_microbatch, self._forbidden, self._reference)
         scored = time.perf_counter()
-        inputs = _advantage_inputs(batch, scores, config.reference)
-        outputs = estimate_advantages(inputs, config.advantage, self._reduce)
         behind = (batch.versions != version).long()
         ratio = ratio_diagnostics(scores.logprobs, batch.behaviour_logprobs, behind, config.loss.weight_cap)
-        sequence_ids = _sequence_ids(batch)
-        weights = behaviour_weights(scores.logprobs - batch.behaviour_logprobs, sequence_ids, config.loss)
-        data = _TokenData(batch, scores, outputs, weights, sequence_ids)
+        data = self.estimate(batch, scores)
         scale = step_scale(ratio.effective_sample_size, config.loss.ess_power)
         estimated = time.perf_counter()
         self._model.train()
@@ -191,22 +187,26 @@ class PolicyUpdate:
             num_updates=updates,
             skipped_updates=skipped,
             ratio=ratio,
-            explained_variance=float(explained_variance(scores.values, outputs.value_targets, outputs.value_mask)),
+            explained_variance=float(
+                explained_variance(scores.values, data.outputs.value_targets, data.outputs.value_mask)
+            ),
             entropy=float(scores.entropy.mean()),
             seconds={"score": scored - started, "advantages": estimated - scored, "update": finished - estimated},
         )
 
-    def _minibatches(self, num_rows: int, step: int, epoch: int) -> list[np.ndarray]:
-        """This rank's rows of each optimizer step: shuffled, of nearly equal number, the same number on every rank."""
-        total = num_rows if self._reduce is None else int(self._reduce(torch.tensor(float(num_rows))))
-        count = max(1, round(total / self._config.minibatch_rows))
-        shuffled = np.random.default_rng((self._seed, step, epoch)).permutation(num_rows)
-        return np.array_split(shuffled, count)
+    def estimate(self, batch: TrainingBatch, scores: Scores) -> TokenData:
+        """Advantages, critic targets and behaviour weights of a batch: what its optimizer steps share."""
+        inputs = _advantage_inputs(batch, scores, self._config.reference)
+        outputs = estimate_advantages(inputs, self._config.advantage, self._reduce)
+        sequence_ids = _sequence_ids(batch)
+        weights = behaviour_weights(scores.logprobs - batch.behaviour_logprobs, sequence_ids, self._config.loss)
+        return TokenData(batch, scores, outputs, weights, sequence_ids)
 
-    def _minibatch(
-        self, batch: TrainingBatch, members: np.ndarray, data: _TokenData, lr: float, totals: dict[str, float]
-    ) -> tuple[float, bool]:
-        """One optimizer step; adds its losses to `totals` and returns (gradient norm, whether it was skipped)."""
+    def accumulate(self, batch: TrainingBatch, members: np.ndarray, data: TokenData, totals: dict[str, float]) -> None:
+        """The gradient of one minibatch in place of any other, and its losses added to `totals`.
+
+        `members` are numbers of rows: means are over their tokens, advantages and weights those of the whole batch.
+        """
         config = self._config
         rows = [batch.rows[index] for index in members]
         slots = torch.from_numpy(np.sort(np.concatenate([row.slots for row in rows])))
@@ -219,11 +219,24 @@ class PolicyUpdate:
             self._trainer.backward(loss)
             for name, value in losses.items():
                 totals[name] += float(value)
+
+    def _minibatches(self, num_rows: int, step: int, epoch: int) -> list[np.ndarray]:
+        """This rank's rows of each optimizer step: shuffled, of nearly equal number, the same number on every rank."""
+        total = num_rows if self._reduce is None else int(self._reduce(torch.tensor(float(num_rows))))
+        count = max(1, round(total / self._config.minibatch_rows))
+        shuffled = np.random.default_rng((self._seed, step, epoch)).permutation(num_rows)
+        return np.array_split(shuffled, count)
+
+    def _minibatch(
+        self, batch: TrainingBatch, members: np.ndarray, data: TokenData, lr: float, totals: dict[str, float]
+    ) -> tuple[float, bool]:
+        """One optimizer step; adds its losses to `totals` and returns (gradient norm, whether it was skipped)."""
+        self.accumulate(batch, members, data, totals)
         stats = self._trainer.step(lr)
         return (0.0 if stats.skipped else stats.grad_norm), stats.skipped
 
     def _losses(
-        self, data: _TokenData, taken: Tensor, out: TokenOutputs, num_targets: int
+        self, data: TokenData, taken: Tensor, out: TokenOutputs, num_targets: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the tokens at slots `taken`, scalar, and diagnostics; `num_targets` is that of the minibatch."""
         config = self._config
@@ -254,8 +267,8 @@ class PolicyUpdate:
         return float(value if self._reduce is None else self._reduce(value))
 
 
-class _TokenData:
-    """Per-token data of a batch, to be gathered for each microbatch."""
+class TokenData:
+    """Per-token data of a batch, to be gathered for each microbatch; made by `PolicyUpdate.estimate`."""
 
     def __init__(
         self,
@@ -267,8 +280,8 @@ class _TokenData:
     ) -> None:
         self.scores = scores
         self.outputs = outputs
+        self.weights = weights
         self._batch = batch
-        self._weights = weights
         self._sequence_ids = sequence_ids
         self._staleness = batch.staleness[batch.segment_ids]
         self._loss_weights = torch.zeros(batch.num_policy_tokens)
@@ -284,7 +297,7 @@ class _TokenData:
     def inputs(self, taken: Tensor, logprobs: Tensor, entropy: Tensor) -> PolicyLossInputs:
         """Loss inputs of the tokens at slots `taken`."""
         weights = BehaviourWeights(
-            self._weights.weights[taken], self._weights.rejected[taken], self._weights.truncated[taken]
+            self.weights.weights[taken], self.weights.rejected[taken], self.weights.truncated[taken]
         )
         return PolicyLossInputs(
             logprobs=logprobs,

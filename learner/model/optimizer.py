@@ -57,8 +57,9 @@ class StepStats:
 class Trainer:
     """A model with its gradients and optimizer state. All methods are collective over all ranks.
 
-    Per step: `zero_grad()`, any number of `forward` / `backward`, then `step(lr)`. Gradients are **summed** over
-    microbatches and data-parallel ranks, so a loss is normalised by the global count of what it averages over.
+    Per step: `zero_grad()`, any number of `forward` / `backward`, then `step(lr)`, or `grad_norm()` instead. Gradients
+    are **summed** over microbatches and data-parallel ranks, so a loss is normalised by the global count of what it
+    averages over.
     """
 
     def __init__(self, model: VisionLanguageActorCritic, options: AdamOptions) -> None:
@@ -110,12 +111,10 @@ class Trainer:
 
         A gradient norm that is not finite on any rank leaves weights and optimizer state as they were.
         """
+        grad_norm, overflow = self._reduced_norm()
+        if overflow or not math.isfinite(grad_norm):
+            return StepStats(grad_norm, skipped=True)
         with cuda_as_cpu():
-            finalize_model_grads([self._ddp], None)
-            overflow = bool(self.optimizer.prepare_grads())
-            grad_norm = float(self.optimizer.get_grad_norm())
-            if overflow or not math.isfinite(grad_norm):
-                return StepStats(grad_norm, skipped=True)
             for part in self.optimizer.chained_optimizers:
                 if self.options.clip_grad > 0:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self.options.clip_grad, grad_norm)
@@ -126,9 +125,21 @@ class Trainer:
             self.optimizer.step_with_ready_grads()
         return StepStats(grad_norm, skipped=False)
 
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """Reduce the accumulated gradients and return their global norm, instead of a step."""
+        return self._reduced_norm()[0]
+
     def inner_optimizers(self) -> list[Any]:
         """megatron's distributed optimizers, each around one torch optimizer (`.optimizer`)."""
         return list(self.optimizer.chained_optimizers)
+
+    def _reduced_norm(self) -> tuple[float, bool]:
+        """Global norm of the gradients, and whether one of them overflowed."""
+        with cuda_as_cpu():
+            finalize_model_grads([self._ddp], None)
+            overflow = bool(self.optimizer.prepare_grads())
+            return float(self.optimizer.get_grad_norm()), overflow
 
     def _prime(self) -> None:
         """Give torch's AdamW its state before the first step: megatron saves and loads only what is there."""

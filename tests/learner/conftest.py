@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from vagen.common.trajectory import BootstrapPrompt, End, ImageRef, RewardEntry, Row, Turn, content_hash
+from vagen.buffer.archive.record import ArchivedTrajectory
+from vagen.buffer.archive.writer import ArchiveWriter
+from vagen.common.trajectory import (
+    BootstrapPrompt,
+    End,
+    ImageRef,
+    RewardEntry,
+    Row,
+    Turn,
+    VisionTokens,
+    content_hash,
+)
 from vagen.learner.batching import RowPreparer, prepare_batch
 from vagen.learner.config import LearnerConfig, ModelConfig, OptimizerConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
@@ -52,13 +65,11 @@ def make_update(model_dir):
 
 
 @pytest.fixture
-def batch(make_trajectory, model_dir):
-    """Six trajectories of 1-3 no-concat turns with pictures, some truncated, from an older policy."""
-    rng = np.random.default_rng(0)
-    model = VisionLanguageActorCritic.load_hf(model_dir)
-    image_id = model.hf_config.image_token_id
-    trajectories = []
-    for index in range(6):
+def make_episode(make_trajectory, model_dir):
+    """Episode number `index`: 1-3 no-concat turns with pictures, every second one truncated; `version` sampled it."""
+    image_id = json.loads((model_dir / "config.json").read_text())["image_token_id"]
+
+    def make(index: int, rng: np.random.Generator, version: int = 1, **fields):
         rows, turns, rewards, images = [], [], [], {}
         for turn in range(index % 3 + 1):
             buffer = io.BytesIO()
@@ -73,7 +84,7 @@ def batch(make_trajectory, model_dir):
                     token_ids=ids,
                     policy_mask=mask,
                     behaviour_logprobs=np.where(mask, rng.uniform(-6, -5, len(ids)), 0).astype(np.float32),
-                    policy_versions=np.where(mask, 1, -1).astype(np.int32),
+                    policy_versions=np.where(mask, version, -1).astype(np.int32),
                     turn_index=np.where(mask, turn, -1).astype(np.int16),
                     images=(ImageRef(content_hash=content_hash(encoded), grid_thw=(1, 4, 4), start=1, num_tokens=4),),
                 )
@@ -82,16 +93,58 @@ def batch(make_trajectory, model_dir):
             rewards.append(RewardEntry(component="task", row=turn, token=5 + size, value=float(rng.normal())))
         truncated = index % 2 == 0
         prompt = BootstrapPrompt(token_ids=rows[-1].token_ids[:6], images=rows[-1].images)
-        trajectories.append(
-            make_trajectory(
-                rows=tuple(rows),
-                turns=tuple(turns),
-                rewards=tuple(rewards),
-                images=images,
-                end=End.TRUNCATED if truncated else End.TERMINATED,
-                bootstrap=prompt if truncated else None,
-                group_id=f"g{index}",
-            )
-        )
-    preparer = RowPreparer.load(model_dir, image_id, model.hf_config.text_config.vocab_size)
+        values = {
+            "rows": tuple(rows),
+            "turns": tuple(turns),
+            "rewards": tuple(rewards),
+            "images": images,
+            "end": End.TRUNCATED if truncated else End.TERMINATED,
+            "bootstrap": prompt if truncated else None,
+            "group_id": f"g{index}",
+            "vision": VisionTokens(image_token_id=image_id, forbidden_token_ids=(image_id,)),
+        }
+        return make_trajectory(**(values | fields))
+
+    return make
+
+
+@pytest.fixture
+def batch(make_episode, model_dir):
+    """Six episodes from an older policy."""
+    rng = np.random.default_rng(0)
+    trajectories = [make_episode(index, rng) for index in range(6)]
+    config = VisionLanguageActorCritic.load_hf(model_dir).hf_config
+    preparer = RowPreparer.load(model_dir, config.image_token_id, config.text_config.vocab_size)
     return prepare_batch(trajectories, [0] * 6, {f"g{i}": i for i in range(6)}, preparer)
+
+
+@pytest.fixture
+def make_archive(make_episode, tmp_path):
+    """An archive of learner steps 0, 1, ... of `batch_size` episodes each, in groups of two, 0-2 steps stale.
+
+    Version `v` has the weights of step `v - 1`. `change` rewrites a record before it is written.
+    """
+
+    def make(num_steps: int = 4, batch_size: int = 6, name: str = "archive", change=lambda record: record) -> Path:
+        rng = np.random.default_rng(0)
+        with ArchiveWriter(tmp_path / name) as writer:
+            for step in range(num_steps):
+                records = []
+                for position in range(batch_size):
+                    oldest = max(0, step - position // 2 % 3)
+                    episode = make_episode(
+                        position, rng, version=oldest + 1, group_id=f"s{step}-{position // 2}", group_size=2
+                    )
+                    record = ArchivedTrajectory(
+                        trajectory=episode,
+                        step=step,
+                        position=position,
+                        oldest_step=oldest,
+                        staleness=step - oldest,
+                        version_steps={oldest + 1: oldest},
+                    )
+                    records.append(change(record))
+                writer.write_part(records)
+        return tmp_path / name
+
+    return make

@@ -1,0 +1,155 @@
+"""`vagen-learner run --replay`: the same bits every time, also after a kill; what cannot work is one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+
+import pytest
+
+from vagen.common.config import read_recipe
+from vagen.learner.replay import ReplayOptions
+from vagen.learner.replay_run import run_replay
+from vagen.tools.launch import console_script
+from vagen.tools.report import write_report
+
+NUM_STEPS = 8
+SETTINGS = (
+    "learner.batch_size=6",
+    "learner.minibatch_rows=8",
+    "learner.total_steps=20",
+    "learner.checkpoint_every=2",
+    "learner.optimizer.warmup_updates=4",
+)
+WALL_CLOCK = ("time", "wall_s", "seconds")
+
+
+class Killed(BaseException):
+    """Ends a replay where no code of ours may tidy up."""
+
+
+@pytest.fixture
+def archive(make_archive):
+    return make_archive(num_steps=NUM_STEPS)
+
+
+@pytest.fixture
+def replay(archive, model_dir, tmp_path):
+    """Replays into the run folder `name` in this process, up to a kill after `num_lines`; returns the step reached."""
+
+    def run(name: str, settings=(), num_lines=None, **options) -> int:
+        def kill(line):
+            if num_lines is not None and len(lines(tmp_path / name)) == num_lines:
+                raise Killed
+
+        recipe = read_recipe("frozenlake", [*SETTINGS, *settings])
+        return run_replay(recipe, model_dir, tmp_path / name, ReplayOptions(path=archive, **options), on_step=kill)
+
+    return run
+
+
+@pytest.fixture
+def command(archive, model_dir, tmp_path):
+    """The same as a person types it."""
+
+    def make(name: str, *words: str, settings=()) -> list[str]:
+        options = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
+        start = [console_script("vagen-learner"), "run", "--config", "frozenlake", "--model", str(model_dir)]
+        return [*start, "--run-dir", str(tmp_path / name), *words, *options]
+
+    return make
+
+
+def lines(folder) -> list[dict]:
+    file = folder / "learner" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def numbers(folder) -> dict[int, dict]:
+    """The last line of each step without what a clock says."""
+    return {line["step"]: {k: v for k, v in line.items() if k not in WALL_CLOCK} for line in lines(folder)}
+
+
+@pytest.mark.parametrize("options", [{}, {"order": "shuffled", "epochs": 2}])
+def test_a_replay_that_is_cut_off_goes_on_with_the_bits_of_one_that_was_not(replay, tmp_path, options):
+    last_step = NUM_STEPS * options.get("epochs", 1)
+    assert replay("whole", **options) == last_step
+    for num_lines in (3, 6):
+        with pytest.raises(Killed):
+            replay("cut", num_lines=num_lines, **options)
+    assert replay("cut", **options) == last_step
+    whole, cut = numbers(tmp_path / "whole"), numbers(tmp_path / "cut")
+    assert sorted(whole) == list(range(last_step))
+    assert cut == whole
+    assert len(lines(tmp_path / "cut")) > last_step, "steps after a checkpoint were repeated"
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_goes_on_with_the_same_bits(replay, command, archive, tmp_path):
+    argv = command("killed", "--replay", str(archive), "--replay-order", "shuffled", "--replay-epochs", "4")
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while len(lines(tmp_path / "killed")) < 5:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait(10)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0 < json.loads((tmp_path / "killed" / "learner" / "ready.json").read_text())["first_step"] < 20
+    replay("whole", order="shuffled", epochs=4)
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+
+
+def test_another_seed_draws_other_batches(replay, tmp_path):
+    for seed in (0, 1):
+        replay(f"seed{seed}", (f"run.seed={seed}", "learner.total_steps=1"), order="shuffled")
+    losses = [[line["loss"] for line in lines(tmp_path / f"seed{seed}")] for seed in (0, 1)]
+    assert losses[0] != losses[1]
+
+
+def test_a_replay_leaves_journal_model_and_report_like_a_live_run(replay, tmp_path):
+    settings = ("learner.max_staleness=1",)
+    assert replay("run", settings) == NUM_STEPS
+    written = lines(tmp_path / "run")
+    assert written[3]["staleness"] == {"0": 2, "1": 2, "2": 2}
+    assert written[3]["replay"] == {"order": "archive", "beyond_max_staleness": 2}
+    assert written[3]["mismatch_current_version"] is not None and written[3]["mismatch_stale"] is not None
+    learner = tmp_path / "run" / "learner"
+    assert (learner / "export-step-00000008" / "model.safetensors").is_file()
+    assert not (learner / "export").exists(), "the run of 20 steps is not complete"
+    assert "Staleness at consumption" in write_report(tmp_path / "run").read_text()
+    assert replay("run", settings) == NUM_STEPS and len(lines(tmp_path / "run")) == NUM_STEPS, "nothing is left"
+
+
+def test_further_epochs_go_on_from_the_last_and_the_last_step_replaces_the_export(replay, tmp_path):
+    shuffled = {"order": "shuffled", "settings": ("learner.total_steps=16",)}
+    replay("two", epochs=2, **shuffled)
+    replay("one-by-one", epochs=1, order="shuffled", settings=("learner.total_steps=8",))
+    export = tmp_path / "one-by-one" / "learner" / "export" / "model.safetensors"
+    early = export.read_bytes()
+    replay("one-by-one", epochs=2, **shuffled)
+    assert [line["replay"]["epoch"] for line in lines(tmp_path / "one-by-one")] == [0] * 8 + [1] * 8
+    assert [line["staleness"] for line in lines(tmp_path / "one-by-one")] == [
+        line["staleness"] for line in lines(tmp_path / "two")
+    ]
+    assert export.read_bytes() != early
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "message"),
+    [
+        (("--replay", "ARCHIVE", "--redis", "redis://127.0.0.1:1/0"), (), "leave --redis out"),
+        (("--replay", "ARCHIVE", "--replay-order", "shuffled"), ("learner.batch_size=1000",), "expected int <= 48"),
+        (("--replay", "nowhere"), (), "nowhere: no such folder"),
+        ((), (), "expected --redis"),
+        (("--redis", "redis://127.0.0.1:1/0", "--replay-epochs", "2"), (), "expected --replay with them"),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_line(command, archive, words, settings, message):
+    argv = command("run", *(str(archive) if word == "ARCHIVE" else word for word in words), settings=settings)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
