@@ -27,6 +27,7 @@ import msgspec
 from ulid import ULID
 
 from vagen.common.errors import ConfigError
+from vagen.common.files import make_directory
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import encode_trajectory
 
@@ -75,7 +76,7 @@ class Spool:
 
         Raises `ConfigError` when another process holds the folder, or when it belongs to another run.
         """
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(data_dir, 0o700)
         self._lock = _lock(data_dir / "lock")
         self._path = data_dir / "spool.sqlite3"
         self.max_bytes = max_bytes

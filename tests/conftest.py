@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
-from ulid import ULID
 
 from vagen.buffer.server import EmbeddedValkey
-from vagen.common.trajectory import (
-    End,
-    EngineIdentity,
-    ImageRef,
-    RewardEntry,
-    Row,
-    SamplingParams,
-    Trajectory,
-    Turn,
-    VisionTokens,
-    content_hash,
-)
-
-IMAGE_TOKEN = 9
+from vagen.common.trajectory import Trajectory
 
 
 @pytest.hookimpl(wrapper=True)
@@ -39,54 +27,31 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-@pytest.fixture
+def load(name: str) -> ModuleType:
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"vagen_test_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def make_trajectory() -> Callable[..., Trajectory]:
-    """Builds a valid trajectory of one turn with one image of 4 placeholders; keywords override its fields.
+    """See `builders.py`."""
+    return load("builders").make_trajectory
 
-    `version` is the policy version of its 3 sampled tokens (a list gives one each), `num_bytes` the image's size.
-    """
 
-    def make(version: int | list[int] = 1, num_bytes: int = 3000, **fields: Any) -> Trajectory:
-        image = b"x" * num_bytes
-        name = content_hash(image)
-        ids = np.array([1, 2, *[IMAGE_TOKEN] * 4, 3, 50, 51, 52], np.int32)
-        mask = np.array([0] * 7 + [1] * 3, np.uint8)
-        versions = np.full(10, -1, np.int32)
-        versions[7:] = version
-        row = Row(
-            token_ids=ids,
-            policy_mask=mask,
-            behaviour_logprobs=(mask * -0.5).astype(np.float32),
-            policy_versions=versions,
-            turn_index=np.where(mask, 0, -1).astype(np.int16),
-            images=(ImageRef(content_hash=name, grid_thw=(1, 4, 4), start=2, num_tokens=4),),
-        )
-        values: dict[str, Any] = {
-            "trajectory_id": str(ULID()),
-            "run_id": "run",
-            "actor_id": "actor-0",
-            "actor_seq": 1,
-            "episode_id": str(ULID()),
-            "task": "frozen_lake",
-            "task_index": 0,
-            "seed": 5,
-            "group_id": str(ULID()),
-            "env_name": "frozen_lake",
-            "harness_name": "no_concat",
-            "splits_episode_across_rows": True,
-            "sampling": SamplingParams(),
-            "engine": EngineIdentity(kind="local", incarnation="x", model_hash="m", tokenizer_hash="t"),
-            "vision": VisionTokens(image_token_id=IMAGE_TOKEN, forbidden_token_ids=(IMAGE_TOKEN,)),
-            "rows": (row,),
-            "turns": (Turn(index=0, row=0, start=7, end=10, format_ok=True, action_valid=True, actions=("left",)),),
-            "rewards": (RewardEntry(component="task", row=0, token=9, value=1.0),),
-            "end": End.TERMINATED,
-            "success": True,
-            "images": {name: image},
-        }
-        return Trajectory(**(values | fields))
+@pytest.fixture(scope="session")
+def power_cut_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return load("power_cut").build_shim(tmp_path_factory.mktemp("shim"))
 
-    return make
+
+@pytest.fixture
+def power_cut(power_cut_library: Path, tmp_path: Path) -> Any:
+    """Cuts the files of processes that were started with its `environment`; see `power_cut.py`."""
+    return load("power_cut").PowerCut(power_cut_library, tmp_path / "sync.log")
 
 
 class RedisServer(EmbeddedValkey):

@@ -6,7 +6,6 @@ Owns names and durability. Does not know what the tensors mean (see `weights.py`
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vagen.common.errors import CheckpointError
+from vagen.common.files import flush, flush_tree, make_directory
 
 __all__ = ["VALUE_HEAD_FILE", "WEIGHTS_FILE", "atomic_directory", "copy_companions", "read_weights"]
 
@@ -63,7 +63,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             problem[0] = f"{path}: already exists"
         else:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            make_directory(temporary)
     if dist.is_initialized():
         dist.broadcast_object_list(problem, src=0)
     if problem[0]:
@@ -72,22 +72,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     if dist.is_initialized():
         dist.barrier()
     if first:
-        _flush_tree(temporary)
+        flush_tree(temporary)
         temporary.rename(path)
-        _flush(path.parent)
+        flush(path.parent)
     if dist.is_initialized():
         dist.barrier()
-
-
-def _flush_tree(directory: Path) -> None:
-    for item in directory.rglob("*"):
-        _flush(item)
-    _flush(directory)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

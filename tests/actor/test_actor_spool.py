@@ -3,13 +3,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,54 +257,10 @@ def test_nothing_that_was_journalled_is_lost_to_kill_9(tmp_path: Path) -> None:
     assert len(told) > 50
 
 
-_SHIM = r"""
-    #define _GNU_SOURCE
-    #include <dlfcn.h>
-    #include <fcntl.h>
-    #include <stdio.h>
-    #include <stdlib.h>
-    #include <sys/stat.h>
-    #include <unistd.h>
-
-    static int noted(const char *name, int fd) {
-        char link[64], path[4096];
-        struct stat before;
-        fstat(fd, &before);
-        int (*real)(int) = (int (*)(int))dlsym(RTLD_NEXT, name);
-        int result = real(fd);
-        snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-        ssize_t length = readlink(link, path, sizeof path - 1);
-        int log = open(getenv("SYNC_LOG"), O_WRONLY | O_APPEND | O_CREAT, 0600);
-        if (result == 0 && length > 0 && log >= 0) {
-            path[length] = 0;
-            dprintf(log, "%lld %s\n", (long long)before.st_size, path);
-        }
-        if (log >= 0) close(log);
-        return result;
-    }
-    int fsync(int fd) { return noted("fsync", fd); }
-    int fdatasync(int fd) { return noted("fdatasync", fd); }
-"""
-
-
-@pytest.fixture(scope="module")
-def sync_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that notes the length of each file at each completed fsync: what a power cut would leave of it."""
-    compiler = shutil.which("cc")
-    if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("needs Linux and a C compiler")
-    folder = tmp_path_factory.mktemp("shim")
-    (folder / "shim.c").write_text(textwrap.dedent(_SHIM))
-    library = folder / "shim.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, folder / "shim.c", "-ldl"], check=True, timeout=60)
-    return library
-
-
-def told_before_the_power_cut(shim: Path, folder: Path, *pragma: str) -> set[int]:
-    """Sequence numbers that a writer reported, whose files are then cut to what had been fsynced."""
-    data, log = folder / "data", folder / "sync.log"
-    command = [sys.executable, "-c", textwrap.dedent(_WRITER), __file__, str(data), *pragma]
-    environment = {**os.environ, "LD_PRELOAD": str(shim), "SYNC_LOG": str(log)}
+def told_before_the_power_cut(power_cut: Any, folder: Path, *pragma: str) -> set[int]:
+    """Sequence numbers that a writer reported, whose files are then cut to what had been flushed."""
+    command = [sys.executable, "-c", textwrap.dedent(_WRITER), __file__, str(folder / "actor" / "data"), *pragma]
+    environment = {**os.environ, **power_cut.environment}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
         assert writer.stdout is not None
         lines = [writer.stdout.readline() for _ in range(40)]
@@ -312,19 +268,13 @@ def told_before_the_power_cut(shim: Path, folder: Path, *pragma: str) -> set[int
         writer.wait(10)
     words = [line.split() for line in lines]
     released = {int(word[1]) for word in words if word[0] == "releasing"}
-    synced: dict[str, int] = {}
-    for line in log.read_text().splitlines():
-        size, _, path = line.partition(" ")
-        synced[path] = int(size)
-    (data / "spool.sqlite3-shm").unlink(missing_ok=True)
-    for file in data.glob("spool.sqlite3*"):
-        os.truncate(file, min(file.stat().st_size, synced.get(str(file.resolve()), 0)))
+    power_cut.apply(folder / "actor")
     return {int(word[1]) for word in words if word[0] == "journalled"} - released
 
 
 def found(folder: Path) -> set[int]:
     async def main() -> set[int]:
-        spool = Spool(folder / "data", "run", MANY)
+        spool = Spool(folder / "actor" / "data", "run", MANY)
         entries = {entry.actor_seq for entry in spool.entries()}
         for number in entries:
             await spool.load(number)
@@ -334,15 +284,15 @@ def found(folder: Path) -> set[int]:
     return asyncio.run(main())
 
 
-def test_nothing_that_was_journalled_is_lost_to_a_power_cut(sync_shim: Path, tmp_path: Path) -> None:
-    told = told_before_the_power_cut(sync_shim, tmp_path)
+def test_nothing_that_was_journalled_is_lost_to_a_power_cut(power_cut: Any, tmp_path: Path) -> None:
+    told = told_before_the_power_cut(power_cut, tmp_path)
     assert len(told) > 10
     assert told <= found(tmp_path)
 
 
-def test_the_power_cut_is_real(sync_shim: Path, tmp_path: Path) -> None:
+def test_the_power_cut_is_real(power_cut: Any, tmp_path: Path) -> None:
     """The control: without fsyncs the same cut loses what was journalled, or leaves no database at all."""
-    told = told_before_the_power_cut(sync_shim, tmp_path, "PRAGMA synchronous = OFF")
+    told = told_before_the_power_cut(power_cut, tmp_path, "PRAGMA synchronous = OFF")
     try:
         kept = found(tmp_path)
     except ConfigError:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ from vagen.common.wire import (
 )
 
 TIMEOUT_S = 30.0
+STREAM_TIMEOUT_S = 90.0
+WINDOW = 16
+RESEND_S = 1.0
 
 
 def eventually(holds: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
@@ -110,6 +113,31 @@ class Client:
         eventually(lambda: trajectory_id in self.refused or (self.poll() and False), f"refusal of {trajectory_id}")
         return self.refused[trajectory_id]
 
+    def stream(
+        self,
+        trajectories: Sequence[Trajectory],
+        on_progress: Callable[[int], None] = lambda acked: None,
+        until: int | None = None,
+    ) -> None:
+        """Send with a bounded window and resend what is not acknowledged, until all is, or `until` of them are."""
+        waiting = {t.trajectory_id: t for t in trajectories}
+        enough = 0 if until is None else len(trajectories) - until
+        sent_at: dict[str, float] = {}
+        deadline = time.monotonic() + STREAM_TIMEOUT_S
+        while True:
+            for trajectory_id in self.acked:
+                waiting.pop(trajectory_id, None)
+            on_progress(len(trajectories) - len(waiting))
+            if len(waiting) <= enough:
+                return
+            assert time.monotonic() < deadline, f"{len(waiting)} never acknowledged"
+            now = time.monotonic()
+            for trajectory_id in list(waiting)[:WINDOW]:
+                if now - sent_at.get(trajectory_id, -RESEND_S) >= RESEND_S:
+                    self.put(waiting[trajectory_id])
+                    sent_at[trajectory_id] = now
+            self.poll(0.05)
+
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., Client]]:
@@ -129,8 +157,9 @@ def connect() -> Iterator[Callable[..., Client]]:
 class Service:
     """`vagen-buffer serve` as a process of its own."""
 
-    def __init__(self, run_dir: Path, **buffer: Any) -> None:
+    def __init__(self, run_dir: Path, environment: Mapping[str, str], **buffer: Any) -> None:
         self.run_dir = run_dir
+        self._environment = {**os.environ, **environment}
         self.recipe = run_dir / "recipe.yaml"
         self.recipe.write_text(yaml.safe_dump({"run": {"name": "run"}, "buffer": buffer}))
         self.process: subprocess.Popen[str] | None = None
@@ -139,7 +168,9 @@ class Service:
     def spawn(self, *args: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from vagen.buffer.cli import app; app()", *args]
         command += ["--config", str(self.recipe), "--run-dir", str(self.run_dir)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self._environment
+        )
 
     def start(self, endpoint: str = "tcp://127.0.0.1:*") -> Service:
         ready_path(self.run_dir).unlink(missing_ok=True)
@@ -181,14 +212,21 @@ class Service:
     def kill_valkey(self) -> None:
         os.kill(self.valkey.pid, signal.SIGKILL)
 
+    def kill_all(self) -> None:
+        """Everything at once, as far as one can; nothing of it runs on return."""
+        pid = self.valkey.pid
+        self.kill()  # first, or it would start another Valkey
+        os.kill(pid, signal.SIGKILL)
+        os.close(eventually(lambda: self.valkey._try_lock(), "the end of Valkey"))
+
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     """Starts a service; keywords are settings of section `buffer`."""
     services: list[Service] = []
 
-    def make(**buffer: Any) -> Service:
-        services.append(Service(tmp_path, **buffer))
+    def make(environment: Mapping[str, str] | None = None, **buffer: Any) -> Service:
+        services.append(Service(tmp_path, environment or {}, **buffer))
         return services[-1].start()
 
     yield make

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
@@ -12,26 +11,6 @@ from vagen.buffer.keys import Key, Keys
 from vagen.buffer.learner_store import LearnerStore
 
 NUM = 240
-WINDOW = 16
-RESEND_S = 1.0
-
-
-def stream(client, trajectories, on_progress):
-    """Send with a bounded window, resend what is not acknowledged, until all is; acks come at most once each."""
-    waiting = {t.trajectory_id: t for t in trajectories}
-    sent_at: dict[str, float] = {}
-    deadline = time.monotonic() + 90
-    while waiting:
-        assert time.monotonic() < deadline, f"{len(waiting)} never acknowledged"
-        now = time.monotonic()
-        for trajectory_id in list(waiting)[:WINDOW]:
-            if now - sent_at.get(trajectory_id, -RESEND_S) >= RESEND_S:
-                client.put(waiting[trajectory_id])
-                sent_at[trajectory_id] = now
-        client.poll(0.05)
-        for trajectory_id in client.acked:
-            waiting.pop(trajectory_id, None)
-        on_progress(len(trajectories) - len(waiting))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -50,7 +29,7 @@ def test_kills_in_mid_stream(service, connect, make_trajectory, seed):
             plan.pop(0)[1]()
 
     client = connect(running.ready.endpoint)
-    stream(client, trajectories, on_progress)
+    client.stream(trajectories, on_progress)
     assert not plan, "every kill happened"
     running.kill_valkey()
     assert not set(client.refused)
