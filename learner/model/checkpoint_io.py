@@ -7,10 +7,12 @@ not decide when to save, and does not delete.
 
 from __future__ import annotations
 
+import functools
 import json
 import queue
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,36 @@ def save_checkpoint(
         dist.barrier()
         with cuda_as_cpu():
             state = _sharded_state(model, trainer, with_generators=True, is_loading=False)
-            # megatron would spawn a manager process for this queue, which outlives a learner that is killed; a save
-            # that blocks collects its results in this process.
-            filesystem_async._results_queue = queue.SimpleQueue()
+            _write_without_processes()
             dist_checkpointing.save(state, str(content), content_metadata=dict(_SHARDING))
+
+
+def _write_without_processes() -> None:
+    """Make megatron write in threads of this process, since a save that blocks needs nothing else.
+
+    megatron would start a manager for its queue and fork a writer for each file. They outlive a learner that is killed
+    in mid-save, with its sockets and locks, and may write into a checkpoint of the learner that comes after it; and a
+    fork of a process with threads may never return.
+    """
+    filesystem_async._results_queue = queue.SimpleQueue()
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_buckets)
+
+
+def _write_buckets(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
+    """Stands in for megatron's function of the same arguments: one thread a file, each fsynced."""
+    write = functools.partial(filesystem_async.FileSystemWriterAsync.write_preloaded_data, transforms)
+    outcomes: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    open_buckets: queue.Queue[int] = queue.Queue()
+    with ThreadPoolExecutor(len(buckets), thread_name_prefix="checkpoint") as pool:
+        writes = []
+        for index, bucket in enumerate(buckets):
+            open_buckets.put(index)
+            writes.append(pool.submit(write, index, bucket, outcomes, open_buckets, use_fsync=True, use_msc=use_msc))
+        for ended in writes:
+            ended.result()
+    written = dict(outcomes.get() for _ in buckets)
+    # An exception in place of a file's results is the result of all: megatron raises it on every rank.
+    results.put(next((part for part in written.values() if isinstance(part, Exception)), written))
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
