@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,7 @@ def done_and_resumed(power_cut, model_dir, tmp_path):
         command = [sys.executable, str(WORKER), str(model_dir), str(tmp_path / "run" / "checkpoints"), *options]
         told = 0
         for cut in range(cuts + 1):
-            with subprocess.Popen(
-                command, stdout=subprocess.PIPE, text=True, env={**os.environ, **power_cut.environment}
-            ) as worker:
+            with worker_of(command) as worker:
                 first_line = worker.stdout.readline().split()
                 resumed = int(first_line[1]) if first_line else None
                 if cut:
@@ -42,9 +41,18 @@ def done_and_resumed(power_cut, model_dir, tmp_path):
                 wait_for_part_of_the_next(tmp_path / "run" / "checkpoints", rng.randrange(6))
                 worker.kill()
                 # Ends with the last process that has this pipe: a save starts none that outlives its learner.
-                for line in worker.communicate(timeout=30)[0].splitlines():
+                for line in worker.communicate(timeout=60)[0].splitlines():
                     told = int(line.split()[1])
             power_cut.apply(tmp_path / "run")
+
+    @contextmanager
+    def worker_of(command):
+        environment = {**os.environ, **power_cut.environment}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+            try:
+                yield worker
+            finally:
+                worker.kill()
 
     return run
 
