@@ -18,7 +18,7 @@ import redis
 from vagen.buffer.accounting import Accounting, BufferStatus, read_accounting, read_status
 from vagen.buffer.connection import first_contact, make_client, patiently, run_script
 from vagen.buffer.keys import Key, Keys
-from vagen.buffer.settings import SettingState, read_settings
+from vagen.buffer.settings import SettingState, differences, read_settings
 from vagen.common.errors import InfrastructureError
 
 _FETCH_CHUNK = 16
@@ -76,6 +76,7 @@ class LearnerStore:
         self._client = client
         self._keys = Keys(run_name)
         self._timeout_s = timeout_s
+        self._settings: list[SettingState] = []
 
     @classmethod
     def connect(cls, redis_url: str, run_name: str, timeout_s: float = 60.0) -> LearnerStore:
@@ -246,6 +247,17 @@ class LearnerStore:
     def settings(self) -> list[SettingState]:
         """The live settings as they are in force now."""
         return self._patiently("settings", lambda: read_settings(self._client, self._keys))
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """Value and source of each live setting that has changed since the last call; at first of the live values."""
+        states = self.settings()
+        changed = differences(self._settings, states)
+        is_first, self._settings = not self._settings, states
+        return {
+            state.name: {"value": state.value, "source": state.source}
+            for state in changed
+            if not is_first or state.source == "live"
+        }
 
     def _script(self, name: str, *args: object) -> Any:
         return self._patiently(name, lambda: run_script(self._client, self._keys, name, *args))

@@ -45,6 +45,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str
     """Without its password."""
     metrics_port: int | None
+    shards: int = 1
 
 
 def buffer_dir(run_dir: Path, shard: int = 0) -> Path:
@@ -117,7 +118,14 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
             report=_Reporter(redis_url, keys, metrics).report,
         )
         public = public_url(redis_url)
-        ready = Ready(pid=os.getpid(), run_name=run.name, endpoint=endpoint, redis_url=public, metrics_port=port)
+        ready = Ready(
+            pid=os.getpid(),
+            run_name=run.name,
+            endpoint=endpoint,
+            redis_url=public,
+            metrics_port=port,
+            shards=config.shards,
+        )
         _write_atomically(folder / "ready.json", ready)
         stack.callback((folder / "ready.json").unlink, missing_ok=True)
         logger.info(

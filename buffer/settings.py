@@ -122,16 +122,25 @@ def parse_changes(assignments: Sequence[str], reset: Sequence[str] = ()) -> dict
     return changes
 
 
+def check_changes(client: redis.Redis, keys: Keys, changes: Mapping[str, object]) -> dict[str, Any]:
+    """The changes with the types of their settings.
+
+    Raises `ConfigError` for a value out of its bounds or below what the registered learner needs.
+    """
+    learner = _numbers(client.hgetall(keys[Key.LEARNER]))
+    return {
+        name: None if value is None else LIVE_SETTINGS[name].check(value, learner) for name, value in changes.items()
+    }
+
+
 def change_settings(client: redis.Redis, keys: Keys, changes: Mapping[str, object], by: str) -> list[SettingState]:
     """Check all changes, then make all of them at once; returns the settings as they are in force then.
 
     Raises `ConfigError` for a value out of its bounds.
     """
-    learner = _numbers(client.hgetall(keys[Key.LEARNER]))
     args: list[object] = [time.time(), by[:MAX_NAMED_BY]]
-    for name, value in changes.items():
-        checked = None if value is None else LIVE_SETTINGS[name].check(value, learner)
-        args += (name, "" if value is None else msgspec.json.encode(checked).decode())
+    for name, value in check_changes(client, keys, changes).items():
+        args += (name, "" if value is None else msgspec.json.encode(value).decode())
     run_script(client, keys, "set", *args)
     return read_settings(client, keys)
 

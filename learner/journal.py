@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,12 @@ class StepJournal:
         published: Published | None,
         probe_mismatch: float | None,
         seconds: dict[str, float],
+        settings: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Record a step and return its line. `seconds` are those of the loop's stages."""
+        """Record a step and return its line.
+
+        `seconds` are those of the loop's stages, `settings` the live settings that have changed since the last line.
+        """
         line = {
             "step": step,
             "time": time.time(),
@@ -68,6 +73,7 @@ class StepJournal:
             "publish": _publish_fields(published),
             "probe_mismatch": probe_mismatch,
             "seconds": seconds,
+            **({"settings": dict(settings)} if settings else {}),
             **({} if feed.notes is None else {"replay": dict(feed.notes)}),
         }
         self._watch(line)

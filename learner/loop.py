@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +69,8 @@ class Learner:
     """None for a replay, which has no engines."""
     rescore: Callable[[Probe, str, int], float] | None = None
     """Mean |engine - learner| log-probability of a probe that the engine at a URL samples with a version."""
+    changed_settings: Callable[[], Mapping[str, Any]] = dict
+    """Live settings of the buffer that have changed since the last call."""
     on_step: Callable[[dict[str, Any]], None] = lambda line: None
     """Is given each line of the journal."""
     _trained: list[int] = field(default_factory=list)
@@ -211,7 +213,7 @@ class Learner:
             "checkpoint": saving_s,
             "total": clock.total,
         }
-        line = self.journal.write(step, feed, stats, published, mismatch, seconds)
+        line = self.journal.write(step, feed, stats, published, mismatch, seconds, self.changed_settings())
         logger.info(
             "step %d version %d: success %.3f, reward %.3f, staleness %s, ess %.2f, %.2f s",
             step,

@@ -225,7 +225,14 @@ def _live_learner(parts: LearnerParts, store: LearnerStore, feeder_store: Learne
         closing(Publisher(store, Broadcaster(config.broadcast), incarnation)) as publisher,
         closing(parts.feeder(source)) as feeder,
     ):
-        learner = parts.learner(source, feeder, last_step=config.total_steps, publisher=publisher, rescore=rescore)
+        learner = parts.learner(
+            source,
+            feeder,
+            last_step=config.total_steps,
+            publisher=publisher,
+            rescore=rescore,
+            changed_settings=store.changed_settings,
+        )
         parts.announce()
         yield learner
 

@@ -7,12 +7,17 @@ Every command that needs a running buffer finds it by `--run-dir`, whose `ready.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from vagen.buffer.cli import audit
 from vagen.tools.console import user_errors
+
+if TYPE_CHECKING:
+    from redis import Redis as Client
+
+    from vagen.buffer.keys import Keys
 
 buffer_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into a buffer and steer it.")
 buffer_app.command("audit")(audit)
@@ -20,6 +25,7 @@ buffer_app.command("audit")(audit)
 RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of a run whose buffer serves.")]
 Redis = Annotated[str | None, typer.Option("--redis", metavar="URL", help="Redis of the run, in place of --run-dir.")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="Name of the run, with --redis.")]
+Shards = Annotated[int, typer.Option("--shards", min=1, help="Shards of the run, with --redis.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -27,10 +33,28 @@ class RunAddress(NamedTuple):
     """Where the state of one run is."""
 
     redis_url: str
+    """Of the first shard."""
     run_name: str
+    shard_urls: tuple[str, ...]
+    """Of every shard, in order."""
+
+    def connect(self) -> list[tuple[Client, Keys]]:
+        """A client and the keys of every shard.
+
+        Raises `BufferUnavailableError` within seconds when one does not answer.
+        """
+        from vagen.buffer.connection import first_contact, make_client
+        from vagen.buffer.keys import Keys, Shard
+
+        shards = []
+        for index, url in enumerate(self.shard_urls):
+            keys = Keys(self.run_name, Shard(index, len(self.shard_urls)))
+            shards.append((make_client(url, keys=keys), keys))
+            first_contact(shards[-1][0], url)
+        return shards
 
 
-def locate(run_dir: Path | None, redis: str | None, run_name: str | None) -> RunAddress:
+def locate(run_dir: Path | None, redis: str | None, run_name: str | None, shards: int = 1) -> RunAddress:
     """The run that a command's options name.
 
     Raises `ConfigError` when they name none, or when no buffer serves the folder.
@@ -40,9 +64,10 @@ def locate(run_dir: Path | None, redis: str | None, run_name: str | None) -> Run
 
     if run_dir is not None and redis is None:
         ready = read_ready(run_dir)
-        return RunAddress(ready.redis_url, run_name or ready.run_name)
+        urls = tuple(read_ready(run_dir, shard).redis_url for shard in range(ready.shards))
+        return RunAddress(ready.redis_url, run_name or ready.run_name, urls)
     if run_dir is None and redis is not None and run_name is not None:
-        return RunAddress(redis, run_name)
+        return RunAddress(redis, run_name, (redis,) * shards)
     raise ConfigError("expected either --run-dir DIR, or --redis URL together with --run NAME")
 
 
@@ -76,3 +101,77 @@ def acl(
         if not password:
             raise ConfigError(f"expected --password-file FILE or a password in {PASSWORD_VARIABLE}")
         typer.echo(acl_line(run_name, password, user=user, shards=shards))
+
+
+@buffer_app.command("set")
+def set_(
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME=VALUE...", help="`recipe` as value drops a live one.")
+    ] = None,
+    reset: Annotated[list[str] | None, typer.Option("--reset", metavar="NAME", help="Same as NAME=recipe.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="WHO", help="Noted with the change; user@host by default.")] = None,
+    run_dir: RunDir = None,
+    redis: Redis = None,
+    run_name: RunName = None,
+    shards: Shards = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Change settings of a run that goes on. A live value holds over restarts until it is dropped.
+
+    Names: max_staleness, capacity_bytes, when_full, max_running, group_timeout_s; `vagen buffer settings` shows all.
+
+    Examples:
+
+      vagen buffer set max_staleness=8 --run-dir runs/a
+
+      vagen buffer set when_full=drop_stalest capacity_bytes=2000000000 --run-dir runs/a
+
+      vagen buffer set --reset max_staleness --redis redis://localhost:6379 --run a
+    """
+    with user_errors(2):
+        import getpass
+        import socket
+
+        from vagen.buffer.settings import change_settings, check_changes, parse_changes, read_settings
+        from vagen.common.errors import ConfigError
+        from vagen.tools.buffer_settings import format_settings
+
+        wanted = parse_changes(changes or (), reset or ())
+        if not wanted:
+            raise ConfigError("expected at least one NAME=VALUE or --reset NAME")
+        parts = locate(run_dir, redis, run_name, shards).connect()
+        for client, keys in parts:
+            check_changes(client, keys, wanted)
+        for client, keys in parts:
+            change_settings(client, keys, wanted, by or f"{getpass.getuser()}@{socket.gethostname()}")
+        states = read_settings(*parts[0])
+    typer.echo(format_settings(states, as_json=as_json))
+
+
+@buffer_app.command()
+def settings(
+    run_dir: RunDir = None,
+    redis: Redis = None,
+    run_name: RunName = None,
+    shards: Shards = 1,
+    log: Annotated[bool, typer.Option("--log", help="The last 1000 changes instead, newest first.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the live settings: value, whether from the recipe or set live, when and by whom.
+
+    Examples:
+
+      vagen buffer settings --run-dir runs/a
+
+      vagen buffer settings --run-dir runs/a --log --json
+    """
+    with user_errors(2):
+        from vagen.buffer.settings import read_changes, read_settings
+        from vagen.tools.buffer_settings import format_changes, format_settings
+
+        client, keys = locate(run_dir, redis, run_name, shards).connect()[0]
+        if log:
+            text = format_changes(read_changes(client, keys), as_json=as_json)
+        else:
+            text = format_settings(read_settings(client, keys), as_json=as_json)
+    typer.echo(text)

@@ -111,12 +111,14 @@ class Walk:
         self.client, self.keys = make_client(self.bench.valkey.url), Keys("run")
         self.model = Model(policy)
         self.step = self.published = 0
+        self.max_staleness, self.oldest_offer = 3, 3
         self.offered = 0
+        self.sent: list = []
         self.groups: list[tuple[str, int]] = []
 
     def next_put(self):
         size = self.rng.choice((2_000, 9_000, 9_000, 20_000))
-        version = self.rng.randint(max(0, self.published - 3), self.published) + 1
+        version = self.rng.randint(max(0, self.published - self.oldest_offer), self.published) + 1
         if self.rng.random() < 0.5:
             return self.bench.put(num_bytes=size, version=version)
         if not self.groups or self.rng.random() < 0.4:
@@ -130,12 +132,13 @@ class Walk:
         batch = [put for put, fit in zip(puts, fits, strict=True) if fit or len(puts) == 1]
         outcomes = self.bench.commit(*batch)
         verdicts = [outcome.verdict for outcome in outcomes]
-        if len(puts) == 1:
-            assert fits == [verdicts != ["full"]], f"both scripts agree: {verdicts}"
+        if len(puts) == 1 and verdicts != ["stale"]:
+            assert fits == [verdicts != ["full"]], "both scripts agree"
         assert len(puts) == 1 or "full" not in verdicts, "what is admitted is never turned away"
         for put, verdict in zip(batch, verdicts, strict=True):
             trajectory = put.trajectory
             step = trajectory.oldest_version - 1
+            assert (verdict == "stale") == (step < self.step - 1 - self.max_staleness), "by the last claim, exactly"
             if verdict == "stale":
                 self.model.fates["stale"] += 1
             else:
@@ -144,11 +147,13 @@ class Walk:
                 )
                 assert told == verdict
             self.offered += verdict != "full"
+            self.sent += [put] if verdict != "full" else []
 
     def claim(self):
         manifest = self.bench.learner.claim(self.step, self.rng.randint(1, 4), 0)
-        self.model.claim(self.step, self.step - 3, manifest.ids if manifest else [])
+        self.model.claim(self.step, self.step - self.max_staleness, manifest.ids if manifest else [])
         if manifest:
+            assert all(entry.staleness <= self.max_staleness for entry in manifest.entries)
             self.bench.learner.mark_trained(self.step)
             self.step += 1
             self.published = self.step
@@ -168,6 +173,16 @@ class Walk:
     def change_policy(self):
         self.model.policy = self.rng.choice(("block", "drop_stalest", "drop_oldest"))
         change_settings(self.client, self.keys, {"when_full": self.model.policy}, "test")
+
+    def change_staleness(self):
+        self.max_staleness = self.rng.randint(0, 5)
+        change_settings(self.client, self.keys, {"max_staleness": self.max_staleness}, "test")
+
+    def resend(self):
+        """Whatever became of it, it is not decided twice."""
+        if self.sent:
+            put = self.rng.choice(self.sent)
+            assert [outcome.verdict for outcome in self.bench.commit(put)] == ["duplicate"]
 
     def compare(self):
         status, accounting = self.bench.learner.status(), self.bench.learner.accounting()
@@ -202,6 +217,17 @@ def test_policy_may_change_on_the_way(bench):
         act = walk.rng.choices((walk.offer, walk.claim, walk.done, walk.change_policy), (10, 2, 1.5, 1))[0]
         act()
         walk.compare()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_staleness_bound_may_move_on_the_way(bench, seed):
+    walk = Walk(bench, 50 + seed, "drop_stalest")
+    walk.oldest_offer = 6
+    for _ in range(150):
+        acts = (walk.offer, walk.claim, walk.done, walk.change_staleness, walk.resend)
+        walk.rng.choices(acts, (10, 3, 2, 1.5, 3))[0]()
+        walk.compare()
+    assert walk.model.fates["stale"] > 5
 
 
 @pytest.fixture
