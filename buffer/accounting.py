@@ -9,6 +9,7 @@ per trajectory id. The two sides are of different ages while actors run, and equ
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -164,6 +165,40 @@ def read_status(client: redis.Redis, keys: Keys) -> BufferStatus:
         tasks_granted=int(tasks or 0),
         **{name: int(stat.get(field, 0)) for name, field in names.items()},
     )
+
+
+class ReadyStaleness(msgspec.Struct, frozen=True, kw_only=True):
+    """How old what is ready would be for the step that the learner claims next."""
+
+    units: dict[int, int]
+    """Staleness in learner steps -> ready units (single trajectories and groups, by their oldest token); those beyond
+    the largest step of the table are counted under it."""
+
+    def statistics(self) -> dict[str, float]:
+        """Mean and max; NaN while nothing is ready."""
+        total = sum(self.units.values())
+        mean = sum(staleness * count for staleness, count in self.units.items()) / total if total else math.nan
+        return {"mean": mean, "max": max(self.units, default=math.nan)}
+
+
+_STALENESS_BINS = 64
+
+
+def read_ready_staleness(client: redis.Redis, keys: Keys) -> ReadyStaleness:
+    """A histogram that costs the server a few microseconds, however much is ready."""
+    pipe: Any = client.pipeline(transaction=True)
+    pipe.hget(keys[Key.LEARNER], "step")
+    pipe.zrange(keys[Key.READY], 0, 0, withscores=True)
+    step, oldest = pipe.execute()
+    if step is None or not oldest:
+        return ReadyStaleness(units={})
+    now = int(step)
+    bins = min(_STALENESS_BINS, max(0, now - int(oldest[0][1])) + 1)
+    pipe = client.pipeline(transaction=True)
+    for staleness in range(bins):
+        newest = "+inf" if staleness == 0 else now - staleness
+        pipe.zcount(keys[Key.READY], "-inf" if staleness == bins - 1 else now - staleness, newest)
+    return ReadyStaleness(units={age: count for age, count in enumerate(pipe.execute()) if count})
 
 
 def audit(redis_url: str, run_name: str) -> Accounting:

@@ -77,6 +77,8 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """How long an engine stays a member without a heartbeat that announces it."""
     max_running: int = 256
     """Episodes that may run at once, over all actors."""
+    quarantine_bytes: int = 64 << 20
+    """Disk space for refused payloads, which `vagen buffer quarantine` lists; the oldest go first, 0 keeps none."""
     max_attempts: int = 5
     """Attempts at one task before it is given up and counted as abandoned."""
     start_timeout_s: float = 30.0
@@ -126,6 +128,7 @@ class BufferConfig(Section, frozen=True, kw_only=True):
         for name in ("max_running", "max_attempts"):
             value = getattr(self, name)
             require(value >= 1, f"buffer.{name}", value, "int >= 1")
+        require(self.quarantine_bytes >= 0, "buffer.quarantine_bytes", self.quarantine_bytes, "int >= 0")
         port = self.metrics_port
         require(port is None or 0 <= port < 1 << 16, "buffer.metrics_port", port, "port 0-65535 or null")
 

@@ -93,10 +93,12 @@ class Ingest:
         config: BufferConfig,
         gate: Gate | None = None,
         stopping: Callable[[], bool],
+        quarantine: Callable[[Put | BadPut, str, str], object] = lambda *refusal: None,
         revive: Callable[[], object] = lambda: None,
         report: Callable[[], None] = lambda: None,
     ) -> None:
-        """`revive` is called while Redis is away, `report` every `REPORT_S` seconds."""
+        """`quarantine` is given what was refused, with field and problem; `revive` is called while Redis is away,
+        `report` every `REPORT_S` seconds."""
         self._socket = socket
         self._store = store
         self._metrics = metrics
@@ -104,6 +106,7 @@ class Ingest:
         self._config = config
         self._gate = gate
         self._stopping = stopping
+        self._quarantine = quarantine
         self._revive = revive
         self._report = report
         self._pending: list[Request] = []
@@ -130,7 +133,7 @@ class Ingest:
     def _receive(self) -> list[Request]:
         """At most a batch, less what is pending; waits for the first message."""
         room = MAX_BATCH_MESSAGES - len(self._pending)
-        num_bytes = sum(len(request.payload) for request in self._pending if isinstance(request, Put))
+        num_bytes = sum(len(request.payload) for request in self._pending if isinstance(request, Put | BadPut))
         if room <= 0 or num_bytes >= MAX_BATCH_BYTES:
             self._blind = True
             self._wait("room", time.sleep, RETRY_FULL_S)
@@ -173,6 +176,8 @@ class Ingest:
                     if outcome.verdict in ("stored", "duplicate"):
                         acks.setdefault(request.peer, []).append(trajectory_id)
                     elif outcome.verdict in ("refused", "stale"):
+                        if outcome.verdict == "refused":
+                            self._quarantine(request, outcome.field, outcome.problem)
                         refusal = Refusal(trajectory_id=trajectory_id, field=outcome.field, problem=outcome.problem)
                         self._send(request.peer, Kind.REFUSE, encode_message(refusal))
                 case Beat():
@@ -246,6 +251,7 @@ class Ingest:
         """Return when Redis answers again, or when told to stop."""
         logger.error("Redis is away (%s): nothing is acknowledged until it is back", error)
         self._blind = True
+        self._metrics.count("vagen_buffer_redis_outages_total")
         started, pause = time.monotonic(), 0.02
         while not self._stopping():
             self._revive()

@@ -29,7 +29,7 @@ from vagen.common.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEM_LENGTH = 500
-_HOSTILE = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError)
+HOSTILE = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError)
 """What numbers and lengths chosen by a hostile sender can raise inside numpy."""
 
 
@@ -39,6 +39,7 @@ class Put(msgspec.Struct, frozen=True):
     peer: bytes
     trajectory: Trajectory
     payload: memoryview
+    envelope: Envelope
 
     @property
     def trajectory_id(self) -> str:
@@ -55,6 +56,8 @@ class BadPut(msgspec.Struct, frozen=True):
     problem: str
     trajectory: Trajectory | None
     """Present where the payload could be decoded and its identity is consistent."""
+    payload: memoryview
+    envelope: Envelope
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -119,15 +122,15 @@ def _read_put(
         validate_trajectory(decoded)
         _check_here(decoded, envelope, run_id)
     except TrajectoryError as error:
-        return BadPut(peer, trajectory_id, error.field, error.problem[:MAX_PROBLEM_LENGTH], trajectory)
+        field, problem = error.field, error.problem
     except WireError as error:
-        return BadPut(peer, trajectory_id, "payload", str(error)[:MAX_PROBLEM_LENGTH], trajectory)
-    except _HOSTILE as error:
+        field, problem = "payload", str(error)
+    except HOSTILE as error:
         logger.exception("trajectory %s broke its own validation", trajectory_id)
-        return BadPut(
-            peer, trajectory_id, "payload", f"{type(error).__name__}: {error}"[:MAX_PROBLEM_LENGTH], trajectory
-        )
-    return check_size(Put(peer, decoded, payload), capacity_bytes)
+        field, problem = "payload", f"{type(error).__name__}: {error}"
+    else:
+        return check_size(Put(peer, decoded, payload, envelope), capacity_bytes)
+    return BadPut(peer, trajectory_id, field, problem[:MAX_PROBLEM_LENGTH], trajectory, payload, envelope)
 
 
 def check_size(put: Put, capacity_bytes: int) -> Put | BadPut:
@@ -138,7 +141,7 @@ def check_size(put: Put, capacity_bytes: int) -> Put | BadPut:
     problem = (
         f"a group of {trajectory.group_size} of {num_bytes} bytes exceeds $.buffer.capacity_bytes = {capacity_bytes}"
     )
-    return BadPut(put.peer, put.trajectory_id, "payload", problem, trajectory)
+    return BadPut(put.peer, put.trajectory_id, "payload", problem, trajectory, put.payload, put.envelope)
 
 
 def _check_envelope(trajectory: Trajectory, envelope: Envelope, trajectory_id: str) -> None:

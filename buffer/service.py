@@ -17,13 +17,14 @@ from types import FrameType
 import msgspec
 import zmq
 
-from vagen.buffer.accounting import REASONS, read_accounting, read_status
+from vagen.buffer.accounting import REASONS, read_accounting, read_ready_staleness, read_status
 from vagen.buffer.address import public_url
 from vagen.buffer.config import FSYNC_RISK, BufferConfig, BufferSecurity
 from vagen.buffer.connection import first_contact, make_client
 from vagen.buffer.gate import Gate
 from vagen.buffer.keys import Keys, Shard
 from vagen.buffer.loop import Ingest, bind_router
+from vagen.buffer.quarantine import Quarantine
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.settings import overrides
 from vagen.buffer.store import IngestStore
@@ -56,6 +57,11 @@ def buffer_dir(run_dir: Path, shard: int = 0) -> Path:
 def ready_path(run_dir: Path, shard: int = 0) -> Path:
     """Where a service of this run folder says that it is ready."""
     return buffer_dir(run_dir, shard) / "ready.json"
+
+
+def quarantine_dir(run_dir: Path, shard: int = 0) -> Path:
+    """Where the service of one shard keeps refused payloads."""
+    return buffer_dir(run_dir, shard) / "quarantine"
 
 
 def read_ready(run_dir: Path, shard: int = 0) -> Ready:
@@ -106,6 +112,10 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
         store = _open_store(redis_url, run, config, shard)
         stack.callback(store.close)
         port = None if config.metrics_port is None else metrics.serve(config.metrics_port)
+        quarantine = None
+        if config.quarantine_bytes > 0:
+            quarantine = Quarantine(quarantine_dir(run_dir, shard), config.quarantine_bytes, metrics)
+            stack.callback(quarantine.close)
         ingest = Ingest(
             socket,
             store,
@@ -114,8 +124,9 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
             config=config,
             gate=gate,
             stopping=lambda: bool(stop_signal),
+            quarantine=quarantine.offer if quarantine else lambda *refusal: None,
             revive=revive,
-            report=_Reporter(redis_url, keys, metrics).report,
+            report=_Reporter(redis_url, keys, metrics, quarantine).report,
         )
         public = public_url(redis_url)
         ready = Ready(
@@ -170,7 +181,8 @@ def _open_store(redis_url: str, run: RunConfig, config: BufferConfig, shard: int
 class _Reporter:
     """Sets the gauges from a snapshot of Redis."""
 
-    def __init__(self, redis_url: str, keys: Keys, metrics: Metrics) -> None:
+    def __init__(self, redis_url: str, keys: Keys, metrics: Metrics, quarantine: Quarantine | None) -> None:
+        self._quarantine = quarantine
         self._client = make_client(redis_url, keys=keys)
         self._keys = keys
         self._metrics = metrics
@@ -178,11 +190,23 @@ class _Reporter:
     def report(self) -> None:
         """Raises one of `connection.TRANSIENT` while Redis is away."""
         status = read_status(self._client, self._keys)
-        self._metrics.gauge("vagen_buffer_ready", status.ready)
-        self._metrics.gauge("vagen_buffer_claimed", status.claimed)
-        self._metrics.gauge("vagen_buffer_running", status.running)
-        self._metrics.gauge("vagen_buffer_bytes", status.num_bytes)
         accounting = read_accounting(self._client, self._keys)
+        for name, value in (
+            ("ready", status.ready),
+            ("awaiting", status.awaiting_group),
+            ("claimed", status.claimed),
+            ("running", status.running),
+            ("bytes", status.num_bytes),
+            ("claimed_bytes", status.claimed_bytes),
+            ("room_bytes", status.room_bytes),
+            ("capacity_bytes", status.capacity_bytes),
+            ("evicted", accounting.evicted),
+            ("quarantine_bytes", self._quarantine.num_bytes if self._quarantine else 0),
+        ):
+            self._metrics.gauge(f"vagen_buffer_{name}", value)
+        staleness = read_ready_staleness(self._client, self._keys)
+        for statistic, steps in staleness.statistics().items():
+            self._metrics.gauge("vagen_buffer_ready_staleness", steps, statistic=statistic)
         for term in ("produced", *REASONS):
             self._metrics.gauge("vagen_buffer_accounting", getattr(accounting, term), term=term)
 

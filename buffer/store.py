@@ -159,7 +159,7 @@ class IngestStore:
     def _queue(self, pipe: Any, request: Request, grant: int, now: float) -> None:
         config = self._config
         match request:
-            case Put(_, trajectory, payload):
+            case Put(_, trajectory, payload, _):
                 pipe.set(self._keys.of(Key.PAYLOAD, trajectory.trajectory_id), payload, nx=True)
                 args = _commit_args(trajectory, len(payload), now, config)
             case BadPut(_, trajectory_id, field, problem, trajectory):

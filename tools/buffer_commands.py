@@ -175,3 +175,28 @@ def settings(
         else:
             text = format_settings(read_settings(client, keys), as_json=as_json)
     typer.echo(text)
+
+
+@buffer_app.command()
+def quarantine(
+    run_dir: Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Folder of a run, in service or not.")],
+    shard: Annotated[int, typer.Option("--shard", min=0, help="Which shard's.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """List refused payloads that were kept: when, who sent them, whether they are intact, and what was wrong.
+
+    Examples:
+
+      vagen buffer quarantine --run-dir runs/a
+
+      vagen buffer quarantine --run-dir runs/a --json
+    """
+    with user_errors(2):
+        from vagen.buffer.service import buffer_dir, quarantine_dir
+        from vagen.common.errors import ConfigError
+        from vagen.tools.buffer_quarantine import format_quarantine
+
+        if not buffer_dir(run_dir, shard).is_dir():
+            raise ConfigError(f"{buffer_dir(run_dir, shard)}: no such folder; expected that of a run's buffer")
+        text = format_quarantine(quarantine_dir(run_dir, shard), as_json=as_json)
+    typer.echo(text)
