@@ -43,7 +43,7 @@ from vagen.learner.sft import adam_options
 from vagen.learner.sources import BatchSource, BufferSource
 from vagen.learner.update import PolicyUpdate, load_models
 
-__all__ = ["LearnerParts", "export_model", "learner_parts", "run_learner"]
+__all__ = ["LearnerParts", "export_model", "exported_step", "learner_parts", "run_learner"]
 
 logger = logging.getLogger(__name__)
 
@@ -177,15 +177,20 @@ def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_di
 
 def export_model(model: VisionLanguageActorCritic, target: Path, step: int) -> None:
     """Write the model of a learner step as a model directory, unless it stands there; an older step's is replaced."""
-    marker = target / _EXPORT_STEP_FILE
-    if marker.is_file() and marker.read_text() == str(step):
+    if exported_step(target) == step:
         return
     is_first = torch.distributed.get_rank() == 0
     if is_first:
         shutil.rmtree(target, ignore_errors=True)
     model.save_hf(target)
     if is_first:
-        marker.write_text(str(step))
+        (target / _EXPORT_STEP_FILE).write_text(str(step))
+
+
+def exported_step(model_dir: Path) -> int | None:
+    """The learner step of a model directory that `export_model` wrote; None for any other."""
+    marker = model_dir / _EXPORT_STEP_FILE
+    return int(marker.read_text()) if marker.is_file() else None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import typer
 from vagen.tools.buffer_commands import buffer_app
 from vagen.tools.console import user_errors
 from vagen.tools.keys import app as keys_app
+from vagen.tools.replay_command import replay
 
 if TYPE_CHECKING:
     from vagen.learner.sft import SFTProgress
@@ -37,6 +38,8 @@ app = typer.Typer(
 
       vagen report runs/demo-seed0
 
+      vagen replay runs/a/learner/archive --model runs/a/learner/export --config frozenlake
+
       vagen config check my.yaml --set learner.batch_size=48
     """,
 )
@@ -44,6 +47,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Work with recipes.")
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
+app.command("replay")(replay)
 
 Config = Annotated[str, typer.Option("--config", metavar="RECIPE", help="A yaml file, or the name of a shipped one.")]
 Overrides = Annotated[
