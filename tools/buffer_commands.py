@@ -200,3 +200,43 @@ def quarantine(
             raise ConfigError(f"{buffer_dir(run_dir, shard)}: no such folder; expected that of a run's buffer")
         text = format_quarantine(quarantine_dir(run_dir, shard), as_json=as_json)
     typer.echo(text)
+
+
+@buffer_app.command()
+def top(
+    run_dir: RunDir = None,
+    redis: Redis = None,
+    run_name: RunName = None,
+    shards: Shards = 1,
+    shard: Annotated[int, typer.Option("--shard", min=0, help="Which shard to look at.")] = 0,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One look as JSON.")] = False,
+) -> None:
+    """Watch a running buffer: the accounting identity with rates, bytes, staleness, actors, engines, settings.
+
+    Examples:
+
+      vagen buffer top --run-dir runs/a
+
+      vagen buffer top --run-dir runs/a --once
+
+      vagen buffer top --redis redis://localhost:6379 --run a --json | jq .accounting.ready
+    """
+    with user_errors(2):
+        from rich.console import Console
+
+        from vagen.buffer.service import quarantine_dir
+        from vagen.common.config import require
+        from vagen.tools.buffer_top import Watch, show, show_once
+
+        address = locate(run_dir, redis, run_name, shards)
+        parts = address.connect()
+        require(shard < len(parts), "buffer --shard", shard, f"0 <= int < {len(parts)}")
+        title = f"buffer of run {address.run_name}" + (f" · shard {shard} of {len(parts)}" if len(parts) > 1 else "")
+        watch = Watch(*parts[shard], title, None if run_dir is None else quarantine_dir(run_dir, shard))
+        console = Console()
+        if once or as_json or not console.is_terminal:
+            show_once(watch, interval, as_json=as_json, console=console)
+        else:
+            show(watch, interval, console)

@@ -18,7 +18,19 @@ def vagen(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["demo"], ["eval"], ["sft"], ["report"], ["bench"], ["buffer", "audit"], ["config", "check"]]
+    "words",
+    [
+        [],
+        ["demo"],
+        ["eval"],
+        ["sft"],
+        ["report"],
+        ["bench"],
+        ["buffer", "audit"],
+        ["buffer", "set"],
+        ["buffer", "top"],
+        ["config", "check"],
+    ],
 )
 def test_help_answers_at_once(words):
     seconds = []
