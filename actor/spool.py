@@ -47,6 +47,13 @@ Shard = tuple[int, int]
 
 _MAX_BATCH = 64
 _QUEUE_LENGTH = 4096
+_PAGE_BYTES = 1 << 14
+"""Payloads are large: with SQLite's 4 KiB every one is dozens of writes."""
+_CHECKPOINT_BYTES = 64 << 20
+"""Length of the write-ahead log at which it is copied back. Rows go soon after they came and their pages are written
+anew, so that a long log has little to copy: a payload is written about once, with SQLite's 4 MB twice."""
+_KEPT_BYTES = 32 << 20
+"""Frames of what is in flight that stay in memory as well, to be sent without being read back."""
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -91,6 +98,8 @@ class Spool:
         """Where what is in flight was sent."""
         self._entries: dict[bytes, Entry] = {entry.trajectory_id: entry for entry in entries}
         self.num_bytes = sum(entry.num_bytes for entry in entries)
+        self._kept: dict[int, tuple[bytes, bytes]] = {}
+        self._kept_bytes = 0
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_QUEUE_LENGTH)
         self._thread = threading.Thread(target=self._serve, name="spool", daemon=True)
         self._failure: BaseException | None = None
@@ -141,23 +150,31 @@ class Spool:
         larger than a payload may be.
         """
 
-        def insert(connection: sqlite3.Connection) -> Entry:
+        def insert(connection: sqlite3.Connection) -> tuple[Entry, tuple[bytes, bytes]]:
             (last,) = connection.execute("SELECT coalesce(max(seq), 0) FROM sqlite_sequence").fetchone()
             numbered = msgspec.structs.replace(trajectory, actor_seq=last + 1)
             envelope, payload = encode_trajectory(numbered)
             key = ULID.from_str(trajectory.trajectory_id).bytes
             connection.execute("INSERT INTO spool VALUES (?, ?, ?, ?)", (last + 1, key, envelope, payload))
-            return Entry(last + 1, key, len(payload))
+            return Entry(last + 1, key, len(payload)), (envelope, payload)
 
-        entry = await self._submit(insert)
-        assert isinstance(entry, Entry)
+        result = await self._submit(insert)
+        assert isinstance(result, tuple)
+        entry, frames = result
         self._entries[entry.trajectory_id] = entry
+        # The oldest are sent first: what comes when there is no room is read back when its turn has come.
+        if self._kept_bytes + entry.num_bytes <= _KEPT_BYTES:
+            self._kept[entry.actor_seq] = frames
+            self._kept_bytes += entry.num_bytes
         self.num_bytes += entry.num_bytes
         self.journalled = max(self.journalled, entry.actor_seq)
         return entry
 
     async def load(self, actor_seq: int) -> tuple[bytes, bytes]:
         """Envelope and payload of an entry in flight."""
+        kept = self._kept.get(actor_seq)
+        if kept is not None:
+            return kept
 
         def select(connection: sqlite3.Connection) -> tuple[bytes, bytes]:
             row = connection.execute("SELECT envelope, payload FROM spool WHERE actor_seq = ?", (actor_seq,)).fetchone()
@@ -174,6 +191,8 @@ class Spool:
         if entry is None:
             return None
         self.num_bytes -= entry.num_bytes
+        if self._kept.pop(entry.actor_seq, None) is not None:
+            self._kept_bytes -= entry.num_bytes
 
         def delete(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM spool WHERE actor_seq = ?", (entry.actor_seq,))
@@ -257,8 +276,12 @@ def _resolve(future: asyncio.Future[object], result: object) -> None:
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+    connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # of a new file; one that exists keeps its own
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA secure_delete = OFF")
+    (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_BYTES // page_bytes}")
     return connection
 
 
