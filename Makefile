@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help dev demo test ci check lint types packaging format clean
+.PHONY: help dev demo test ci check lint types packaging format bench-peers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,5 +45,17 @@ format: $(INSTALLED)  ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+PEERS := ray reverb transferqueue
+
+bench-peers: $(PEERS:%=.peers/%/done)  ## Pythons of the systems that `vagen bench buffer` compares with (several GB)
+
+# One that cannot be installed must not keep the others away: the benchmark says what pip said.
+.peers/%/done: tools/bench/peers/%.txt
+	rm -rf .peers/$* && $(PYTHON) -m venv .peers/$*
+	if .peers/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $< 2> .peers/$*/pip.log \
+	    && .peers/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . 2>> .peers/$*/pip.log; \
+	then touch .peers/$*/installed; else tail -n 1 .peers/$*/pip.log | tee .peers/$*/failed; fi
+	touch $@
+
 clean:  ## remove what make and the tests created, except runs/
-	rm -rf .venv .links .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .links .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -27,11 +27,11 @@ MAX_TOKENS = 1 << 22
 MAX_NAME_LENGTH = 256
 
 _ROW_DTYPES = {
-    "token_ids": np.int32,
-    "policy_mask": np.uint8,
-    "behaviour_logprobs": np.float32,
-    "policy_versions": np.int32,
-    "turn_index": np.int16,
+    "token_ids": np.dtype(np.int32),
+    "policy_mask": np.dtype(np.uint8),
+    "behaviour_logprobs": np.dtype(np.float32),
+    "policy_versions": np.dtype(np.int32),
+    "turn_index": np.dtype(np.int16),
 }
 
 
@@ -96,36 +96,56 @@ def _check_row(row: Row, path: str, vision: VisionTokens | None) -> None:
     _require(length > 0, f"{path}.token_ids", "is empty")
     for name, dtype in _ROW_DTYPES.items():
         array = getattr(row, name)
-        _require(array.dtype == dtype, f"{path}.{name}", f"expected dtype {np.dtype(dtype)}, got {array.dtype}")
-        _require(array.shape == (length,), f"{path}.{name}", f"expected {length} entries, got shape {array.shape}")
-    _require(int(row.token_ids.min()) >= 0, f"{path}.token_ids", f"negative token id {int(row.token_ids.min())}")
+        if array.dtype == dtype and array.shape == (length,):
+            continue  # before the words for what is wrong are put together, which takes longer than the check
+        _require(array.dtype == dtype, f"{path}.{name}", f"expected dtype {dtype}, got {array.dtype}")
+        _require(False, f"{path}.{name}", f"expected {length} entries, got shape {array.shape}")
+    lowest, highest = int(row.token_ids.min()), int(row.policy_mask.max())
+    _require(lowest >= 0, f"{path}.token_ids", f"negative token id {lowest}")
+    _require(highest <= 1, f"{path}.policy_mask", f"expected 0 or 1, got {highest}")
+    policy, other = _positions(row)
     _require(
-        int(row.policy_mask.max()) <= 1, f"{path}.policy_mask", f"expected 0 or 1, got {int(row.policy_mask.max())}"
+        not row.behaviour_logprobs.take(other).any(), f"{path}.behaviour_logprobs", "non-zero outside the policy mask"
     )
-    policy = row.policy_mask.astype(bool)
-    _require(
-        not row.behaviour_logprobs[~policy].any(), f"{path}.behaviour_logprobs", "non-zero outside the policy mask"
-    )
-    _require(bool((row.turn_index[policy] >= 0).all()), f"{path}.turn_index", "negative at a policy token")
+    _require(_least(row.turn_index.take(policy)) >= 0, f"{path}.turn_index", "negative at a policy token")
     for name in ("policy_versions", "turn_index"):
-        _require(bool((getattr(row, name)[~policy] == -1).all()), f"{path}.{name}", "not -1 outside the policy mask")
+        _require(bool((getattr(row, name).take(other) == -1).all()), f"{path}.{name}", "not -1 outside the policy mask")
     if vision is not None:
-        sampled = np.isin(row.token_ids[policy], np.asarray(vision.forbidden_token_ids))
-        _require(not sampled.any(), f"{path}.token_ids", "the policy sampled a vision token")
+        _check_sampled(row.token_ids.take(policy), vision, path)
     _check_placeholders(row.token_ids, row.images, path, vision)
+
+
+def _positions(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """Where the policy sampled, and where it did not; the mask is 0 or 1. Taking from positions is cheaper than
+    indexing with a mask."""
+    policy = row.policy_mask.view(bool)
+    return np.flatnonzero(policy), np.flatnonzero(~policy)
+
+
+def _least(values: np.ndarray) -> int:
+    return int(values.min()) if len(values) else 0
+
+
+def _check_sampled(sampled: np.ndarray, vision: VisionTokens, path: str) -> None:
+    forbidden = np.asarray(vision.forbidden_token_ids)
+    if not len(sampled) or not len(forbidden) or int(sampled.max()) < int(forbidden.min()):
+        return  # vision tokens usually follow all others
+    _require(not np.isin(sampled, forbidden).any(), f"{path}.token_ids", "the policy sampled a vision token")
 
 
 def _check_behaviour(row: Row, path: str) -> None:
     """What an importance ratio needs."""
-    policy = row.policy_mask.astype(bool)
+    policy, _ = _positions(row)
     logprobs = row.behaviour_logprobs
-    unknown = bool(policy.any()) and bool(np.isnan(logprobs[policy]).all())
-    _require(
-        not unknown, f"{path}.behaviour_logprobs", "NaN: the behaviour policy is unknown, no ratio can be computed"
-    )
-    _require(bool(np.isfinite(logprobs).all()), f"{path}.behaviour_logprobs", "non-finite value")
-    _require(bool((logprobs <= 1e-4).all()), f"{path}.behaviour_logprobs", f"log-probability above 0: {logprobs.max()}")
-    _require(bool((row.policy_versions[policy] >= 0).all()), f"{path}.policy_versions", "negative at a policy token")
+    # The extremes are NaN where any value is.
+    if not (np.isfinite(logprobs.min()) and logprobs.max() <= 1e-4):
+        unknown = len(policy) > 0 and bool(np.isnan(logprobs[policy]).all())
+        _require(
+            not unknown, f"{path}.behaviour_logprobs", "NaN: the behaviour policy is unknown, no ratio can be computed"
+        )
+        _require(bool(np.isfinite(logprobs).all()), f"{path}.behaviour_logprobs", "non-finite value")
+        _require(False, f"{path}.behaviour_logprobs", f"log-probability above 0: {logprobs.max()}")
+    _require(_least(row.policy_versions.take(policy)) >= 0, f"{path}.policy_versions", "negative at a policy token")
 
 
 def _check_no_behaviour(row: Row, path: str) -> None:
@@ -163,15 +183,29 @@ def _check_placeholders(ids: np.ndarray, images: Sequence[ImageRef], path: str, 
 
 def _check_turns(t: Trajectory) -> None:
     _require(len(t.turns) > 0, "turns", "is empty")
-    covered = [np.zeros(len(row.token_ids), dtype=bool) for row in t.rows]
+    claimed = [np.full(len(row.token_ids), -1, np.int64) for row in t.rows]
+    num_claimed = 0
     for position, turn in enumerate(t.turns):
         path = f"turns[{position}]"
         _require(turn.index == t.turns[0].index + position, f"{path}.index", f"not consecutive: {turn.index}")
         _require(0 <= turn.row < len(t.rows), f"{path}.row", f"{turn.row} of {len(t.rows)} rows")
-        row = t.rows[turn.row]
-        inside = 0 <= turn.start < turn.end <= len(row.token_ids)
+        inside = 0 <= turn.start < turn.end <= len(claimed[turn.row])
         _require(inside, f"{path}.start", f"[{turn.start}, {turn.end}) is empty or outside the row")
-        span = slice(turn.start, turn.end)
+        claimed[turn.row][turn.start : turn.end] = turn.index
+        num_claimed += turn.end - turn.start
+    # Rows say of every token which turn it answers, and -1 of those that the policy did not sample. Spans that say the
+    # same of every row and overlap nowhere are right; only others are looked at one by one, to name what is wrong.
+    agree = all(np.array_equal(claim, row.turn_index) for claim, row in zip(claimed, t.rows, strict=True))
+    if not agree or num_claimed != t.num_policy_tokens:
+        _explain_turns(t)
+
+
+def _explain_turns(t: Trajectory) -> None:
+    """Raise for the first turn whose span is wrong, or the first row with tokens of no turn."""
+    covered = [np.zeros(len(row.token_ids), dtype=bool) for row in t.rows]
+    for position, turn in enumerate(t.turns):
+        path = f"turns[{position}]"
+        row, span = t.rows[turn.row], slice(turn.start, turn.end)
         _require(bool(row.policy_mask[span].all()), f"{path}.start", "covers tokens that the policy did not sample")
         _require(bool((row.turn_index[span] == turn.index).all()), f"{path}.index", "differs from the row's turn_index")
         _require(not covered[turn.row][span].any(), f"{path}.start", "overlaps another turn")
@@ -182,6 +216,7 @@ def _check_turns(t: Trajectory) -> None:
             f"rows[{index}].policy_mask",
             "marks tokens that belong to no turn",
         )
+    raise TrajectoryError("turns", "do not agree with the rows")
 
 
 def _check_rewards(t: Trajectory) -> None:

@@ -21,13 +21,14 @@ import msgspec
 from vagen.common.errors import ConfigError
 
 Figures: TypeAlias = dict[str, "Figure"]
-Benchmark: TypeAlias = Callable[[Mapping[str, str]], Figures]
+Benchmark: TypeAlias = "Callable[[Mapping[str, str]], Figures | Report]"
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 _MODULES = (
     "vagen.tools.bench.ablation",
     "vagen.tools.bench.advantages",
+    "vagen.tools.bench.buffer",
     "vagen.tools.bench.pipeline",
     "vagen.tools.bench.staleness",
 )
@@ -42,15 +43,28 @@ class Figure:
     unit: str
     interval: tuple[float, float] | None = None
     """95 %, where the number is an estimate."""
+    spread: tuple[float, float] | None = None
+    """Least and greatest, where the number is the median of runs."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON; without `interval` where there is none."""
+        """For JSON; without `interval` and `spread` where there are none."""
         fields: dict[str, Any] = {"value": self.value, "unit": self.unit}
-        return fields if self.interval is None else {**fields, "interval": list(self.interval)}
+        ranges = {"interval": self.interval, "spread": self.spread}
+        return fields | {name: list(bounds) for name, bounds in ranges.items() if bounds is not None}
 
     def __str__(self) -> str:
         bounds = "" if self.interval is None else f"  [{self.interval[0]:.4g}, {self.interval[1]:.4g}]"
+        bounds += "" if self.spread is None else f"  {self.spread[0]:.4g} to {self.spread[1]:.4g}"
         return f"{self.value:>12.4g} {self.unit}{bounds}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Figures that need words beside them."""
+
+    figures: Figures
+    notes: tuple[str, ...] = ()
+    """What a reader must know to take the figures right, one sentence or fact each."""
 
 
 def benchmark(name: str) -> Callable[[Benchmark], Benchmark]:
@@ -83,14 +97,17 @@ def run_benchmark(name: str, options: Sequence[str], words: Sequence[str] = (), 
     for option, (key, equals, _) in zip(options, pairs, strict=True):
         if not key or not equals:
             raise ConfigError(f"--option {option}: expected key=value")
-    figures = known[name]({key: value for key, _, value in pairs} | parse_words(words))
+    answer = known[name]({key: value for key, _, value in pairs} | parse_words(words))
+    report = answer if isinstance(answer, Report) else Report(figures=answer)
     if not as_json:
-        width = max(map(len, figures), default=0)
-        return "\n".join(f"{key:<{width}}  {figure}" for key, figure in figures.items())
+        width = max(map(len, report.figures), default=0)
+        lines = [f"{key:<{width}}  {figure}" for key, figure in report.figures.items()]
+        return "\n".join([*lines, *report.notes])
     typed = ["vagen", "bench", name, "--json", *(word for option in options for word in ("--option", option)), *words]
     return json.dumps(
         {
-            "figures": {key: figure.plain() for key, figure in figures.items()},
+            "figures": {key: figure.plain() for key, figure in report.figures.items()},
+            **({"notes": list(report.notes)} if report.notes else {}),
             "machine": machine(),
             "command": shlex.join(typed),
         }

@@ -18,15 +18,15 @@ import yaml
 
 from vagen.buffer.connection import make_client
 from vagen.buffer.server import EmbeddedValkey
-from vagen.buffer.service import ready_path
+from vagen.buffer.service import read_ready, ready_path
 from vagen.tools.bench.buffer_pool import RUN
 from vagen.tools.bench.peers.exchange import Task
-from vagen.tools.bench.workers import WorkerError, carry
+from vagen.tools.bench.workers import Program, WorkerError, carry
 
 _START_S = 60.0
 _RUN_S = 300.0
 _PIPELINE = 32
-_WORKER = "vagen.tools.bench.buffer_worker"
+_WORKERS = Program(python=Path(sys.executable), module="vagen.tools.bench.buffer_worker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,7 @@ def _through_buffer(setting: Setting, folder: Path, spools: Path, buffer: dict[s
     """Trajectories a second, and how many the ingest committed at a time."""
     with _ingest(folder, buffer):
         task = Task(pool=str(setting.pool), folder=str(folder), count=setting.count, address=str(spools))
-        seconds = carry(sys.executable, _WORKER, task, setting.producers, _RUN_S)
-        from vagen.buffer.service import read_ready
-
+        seconds = carry(_WORKERS, task, setting.producers, _RUN_S)
         client: Any = make_client(read_ready(folder).redis_url)
         calls = client.info("commandstats")
         client.close()
@@ -135,7 +133,9 @@ def _ingest(folder: Path, buffer: dict[str, object]) -> Iterator[None]:
     recipe.write_text(yaml.safe_dump({"run": {"name": RUN, "log_level": "WARNING"}, "buffer": settings}))
     command = [sys.executable, "-c", "from vagen.buffer.cli import app; app()", "serve"]
     process = subprocess.Popen(
-        [*command, "--config", str(recipe), "--run-dir", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--config", str(recipe), "--run-dir", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + _START_S

@@ -14,9 +14,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -33,14 +33,25 @@ class WorkerError(VagenError):
     """A worker of a benchmark ended early, or said nothing in time."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What the workers of one side are."""
+
+    python: Path
+    module: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    """On top of the environment of this process."""
+
+
 class Worker:
     """One process; as a context it is gone at the end, with all its children."""
 
-    def __init__(self, python: Path | str, module: str, role: str, task: Task) -> None:
-        self._name = f"{module.rpartition('.')[2]} {role}"
+    def __init__(self, program: Program, role: str, task: Task) -> None:
+        self._name = f"{program.module.rpartition('.')[2]} {role}"
         self._errors = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
-            [str(python), "-m", module, role, msgspec.json.encode(task).decode()],
+            [str(program.python), "-m", program.module, role, msgspec.json.encode(task).decode()],
+            env={**os.environ, **program.env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -54,7 +65,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -107,43 +118,30 @@ class Worker:
         return ": " + " | ".join(lines[-_ERROR_LINES:]) if lines else ""
 
 
-@contextlib.contextmanager
-def workers(made: Sequence[Worker]) -> Iterator[Sequence[Worker]]:
-    """All of them, gone at the end."""
-    with contextlib.ExitStack() as stack:
-        for worker in made:
-            stack.enter_context(worker)
-        yield made
-
-
-def carry(python: Path | str, module: str, task: Task, producers: int, timeout_s: float) -> float:
+def carry(program: Program, task: Task, producers: int, timeout_s: float) -> float:
     """Let producers and a consumer carry `task.count` trajectories; the seconds until the last one was decoded.
 
-    Raises `WorkerError` when one of them fails.
+    Raises `WorkerError` when one of them fails, or is not ready or done within `timeout_s`.
     """
     shares = [task.count // producers + (index < task.count % producers) for index in range(producers)]
-    consumer = Worker(python, module, "consume", task)
-    with consumer:
+    with Worker(program, "consume", task) as consumer, contextlib.ExitStack() as stack:
         consumer.wait_ready(timeout_s)
         made = [
-            Worker(python, module, "produce", msgspec.structs.replace(task, count=share, index=index))
+            stack.enter_context(Worker(program, "produce", msgspec.structs.replace(task, count=share, index=index)))
             for index, share in enumerate(shares)
         ]
-        with workers(made):
-            for worker in made:
-                worker.wait_ready(timeout_s)
-            started = time.monotonic()
-            for worker in (consumer, *made):
-                worker.go()
-            for worker in made:
-                worker.wait_done(timeout_s)
-            return consumer.wait_done(timeout_s) - started
+        for worker in made:
+            worker.wait_ready(timeout_s)
+        started = time.monotonic()
+        for worker in (consumer, *made):
+            worker.go()
+        for worker in made:
+            worker.wait_done(timeout_s)
+        return consumer.wait_done(timeout_s) - started
 
 
-def carry_through(python: Path | str, module: str, task: Task, producers: int, timeout_s: float) -> float:
-    """As `carry`, around a server of the same module."""
-    with Worker(python, module, "serve", task) as server:
+def carry_through(program: Program, task: Task, producers: int, timeout_s: float) -> float:
+    """As `carry`, around a server of the same program."""
+    with Worker(program, "serve", task) as server:
         address = server.wait_ready(timeout_s)
-        seconds = carry(python, module, msgspec.structs.replace(task, address=address), producers, timeout_s)
-        server.go()
-    return seconds
+        return carry(program, msgspec.structs.replace(task, address=address), producers, timeout_s)

@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from ulid import ULID
 
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import decode_trajectory, encode_trajectory
+
+_HEAD_BYTES = 8
+_PADDED_TO = 1 << 14
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,10 +98,25 @@ class Arrivals:
     def finish(self) -> None:
         """Say when the last one was there. Raises when some came twice, or none held a token."""
         now = time.monotonic()
-        assert self.missing == 0 and self._num_tokens > 0, f"{self.missing} of {self._expected} trajectories are missing"
+        assert self.missing == 0 and self._num_tokens > 0, f"{self.missing} of {self._expected} are missing"
         done(now)
 
 
 def encoded(trajectory: Trajectory) -> bytes:
     """The payload that a peer carries: the same codec on both ends, whatever is in between."""
     return encode_trajectory(trajectory)[1]
+
+
+def padded(trajectory: Trajectory) -> np.ndarray:
+    """The payload as uint8 `[L]`, its length in front, for peers that take one shape: `L` is a multiple of 16 KiB."""
+    payload = encoded(trajectory)
+    array = np.empty(-(-(len(payload) + _HEAD_BYTES) // _PADDED_TO) * _PADDED_TO, np.uint8)
+    array[:_HEAD_BYTES] = np.frombuffer(len(payload).to_bytes(_HEAD_BYTES, "little"), np.uint8)
+    array[_HEAD_BYTES : _HEAD_BYTES + len(payload)] = np.frombuffer(payload, np.uint8)
+    return array
+
+
+def stripped(array: np.ndarray) -> memoryview:
+    """The payload in what `padded` made; contiguous, of any shape."""
+    view = array.reshape(-1).data
+    return view[_HEAD_BYTES : _HEAD_BYTES + int.from_bytes(view[:_HEAD_BYTES], "little")]

@@ -8,11 +8,10 @@ from __future__ import annotations
 import numpy as np
 import reverb
 
-from vagen.tools.bench.peers.exchange import Arrivals, Task, done, encoded, produced, ready, run_worker
+from vagen.tools.bench.peers.exchange import Arrivals, Task, done, padded, produced, ready, run_worker, stripped
 
 _TABLE = "trajectories"
 _UNFLUSHED = 8
-_PADDED_TO = 1 << 14
 
 
 def serve(task: Task) -> None:
@@ -37,7 +36,7 @@ def produce(task: Task) -> None:
     ready()
     with client.trajectory_writer(num_keep_alive_refs=1) as writer:
         for number, trajectory in enumerate(trajectories):
-            writer.append({"payload": _padded(encoded(trajectory))})
+            writer.append({"payload": padded(trajectory)})
             writer.create_item(_TABLE, 1.0, {"payload": writer.history["payload"][-1:]})
             if number % _UNFLUSHED == _UNFLUSHED - 1:
                 writer.flush()
@@ -51,20 +50,8 @@ def consume(task: Task) -> None:
     arrivals = Arrivals(task.count)
     ready()
     for sample in client.sample(_TABLE, num_samples=task.count, emit_timesteps=False):
-        arrivals.decode(_stripped(sample.data[0]))
+        arrivals.decode(stripped(np.ascontiguousarray(sample.data[0])))
     arrivals.finish()
-
-
-def _padded(payload: bytes) -> np.ndarray:
-    """With its length in front and at a multiple of `_PADDED_TO`: a writer takes one shape only."""
-    length = len(payload).to_bytes(8, "little")
-    whole = -(-(len(payload) + 8) // _PADDED_TO) * _PADDED_TO
-    return np.frombuffer(length + payload + bytes(whole - len(payload) - 8), np.uint8)
-
-
-def _stripped(array: np.ndarray) -> memoryview:
-    view = memoryview(np.ascontiguousarray(array).reshape(-1))
-    return view[8 : 8 + int.from_bytes(view[:8], "little")]
 
 
 if __name__ == "__main__":
