@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 from ulid import ULID
 
 from vagen.buffer.config import BufferConfig
@@ -17,6 +18,8 @@ from vagen.buffer.connection import make_client
 from vagen.buffer.learner_store import LearnerStore
 from vagen.buffer.requests import Put
 from vagen.buffer.store import IngestStore
+from vagen.common.trajectory import Trajectory
+from vagen.common.wire import Envelope
 from vagen.tools.bench.buffer_pool import RUN, make_trajectory
 from vagen.tools.bench.buffer_sides import Setting, memory_valkey
 
@@ -42,16 +45,7 @@ class _Filled:
         now = time.time()
         for start in range(0, count, _FILL):
             numbers = range(start, min(start + _FILL, count))
-            puts = [
-                Put(
-                    b"",
-                    msgspec.structs.replace(
-                        like, trajectory_id=str(ULID()), group_id=str(ULID()), actor_seq=number + 1, task_index=number
-                    ),
-                    payload,
-                )
-                for number in numbers
-            ]
+            puts = [_put(like, number, payload) for number in numbers]
             outcomes = store.commit(puts, now).outcomes
             assert all(outcome.verdict == "stored" for outcome in outcomes), outcomes[0]
         store.close()
@@ -71,6 +65,21 @@ class _Filled:
         """Drop the connections."""
         self._learner.close()
         self._client.close()
+
+
+def _put(like: Trajectory, number: int, payload: memoryview) -> Put:
+    name = ULID()
+    trajectory = msgspec.structs.replace(
+        like, trajectory_id=str(name), group_id=str(ULID()), actor_seq=number + 1, task_index=number
+    )
+    envelope = Envelope(
+        trajectory_id=name.bytes,
+        actor_seq=number + 1,
+        oldest_version=trajectory.oldest_version,
+        num_bytes=len(payload),
+        checksum=xxhash.xxh3_64_intdigest(payload),
+    )
+    return Put(b"", trajectory, payload, envelope)
 
 
 @contextmanager
