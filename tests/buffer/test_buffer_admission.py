@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -236,3 +237,30 @@ def test_journalled_never_goes_back(bench, heartbeat):
     beat(bench, heartbeat, journalled=5, in_flight=1)
     accounting = bench.learner.accounting()
     assert (accounting.produced, accounting.in_flight) == (7, 1)
+
+
+@pytest.mark.parametrize("killed", ["ingest", "redis", "both"])
+def test_restart_of_any_part_grants_no_burst(learner, connect, heartbeat, eventually, killed):
+    """The state behind the credits is rebuilt: what ran goes on, also when it was down for longer than a lease."""
+    lease_s = 6.0
+    running, store = learner(lease_s=lease_s, heartbeat_timeout_s=60)
+    client = connect(running.ready.endpoint)
+    client.ask(heartbeat())
+    assert store.admit_engine("http://engine", "e1", 1)
+    first = client.ask(CreditRequest(run_id="run", actor_id="actor-0", want=5)).tasks
+    assert len(first) == 5
+
+    granted_at = time.monotonic()
+    if killed != "redis":
+        running.kill()
+    if killed != "ingest":
+        running.kill_valkey()
+    if killed != "redis":
+        eventually(lambda: time.monotonic() > granted_at + lease_s, "every lease would have ended")
+        running.restart()
+    tasks = tuple(task.task_index for task in first)
+    client.ask(heartbeat(running_tasks=tasks))
+    second = client.ask(CreditRequest(run_id="run", actor_id="actor-1", want=100)).tasks
+    assert [(task.task_index, task.attempt) for task in second] == [(index, 0) for index in range(5, 12)]
+    assert client.ask(CreditRequest(run_id="run", actor_id="actor-1", want=1)).tasks == ()
+    assert store.status().running == 12
