@@ -36,6 +36,7 @@ from vagen.common.errors import BufferUnavailableError, ConfigError, WireError
 from vagen.common.metrics import Metrics
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import (
+    MAX_CONTROL_ITEMS,
     CreditRequest,
     EngineAnnouncement,
     EpisodeFailed,
@@ -157,11 +158,7 @@ class Sender:
                 group.create_task(work(), name=f"sender.{work.__name__}")
 
     async def wait_for_buffer(self, timeout_s: float) -> Status:
-        """The buffer's first answer.
-
-        Raises `BufferUnavailableError` that says what to start, and `ConfigError` at once when the buffer refuses the
-        connection.
-        """
+        """The buffer's first answer. Raises `BufferUnavailableError`, or `ConfigError` at once when it refuses us."""
         deadline = time.monotonic() + timeout_s
         while self.status is None:
             failure = self._failure
@@ -410,7 +407,7 @@ class Sender:
             incarnation=self._incarnation,
             journalled=self._spool.journalled,
             in_flight=self._spool.in_flight,
-            running_tasks=tuple(sorted(tasks)),
+            running_tasks=tuple(sorted(tasks)[:MAX_CONTROL_ITEMS]),
             engines=self._presence.engines,
             closing=closing,
         )

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH_MESSAGES = 32
 MAX_BATCH_BYTES = 32 << 20
+MAX_UNREAD_ANSWERS = 512
 TICK_S = 0.25
 RETRY_FULL_S = 0.05
 REPORT_S = 2.0
@@ -54,12 +55,14 @@ def bind_router(context: zmq.Context[Any], endpoint: str, gate: Gate | None = No
     """The socket that actors connect to.
 
     Routing ids are random, so that a restarted actor is not shut out by its own old connection. Few messages wait
-    per peer (they may be large); answers are small and bounded by what was asked, so their queue has no limit.
+    per peer (they may be large). A peer that reads no answers loses those above `MAX_UNREAD_ANSWERS`, which an actor
+    never leaves unread: it has one request, at most 8 heartbeats and its window of trajectories unanswered.
     Raises `ConfigError` when the endpoint cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     socket.rcvhwm = 8
-    socket.sndhwm = 0
+    socket.sndhwm = MAX_UNREAD_ANSWERS
+    socket.handshake_ivl = 10_000
     socket.linger = 1000
     socket.maxmsgsize = MAX_PAYLOAD_BYTES
     # Not ZMTP heartbeats: while the socket is not read, a healthy peer's answers to them wait behind its data.
@@ -181,7 +184,8 @@ class Ingest:
                         refusal = Refusal(trajectory_id=trajectory_id, field=outcome.field, problem=outcome.problem)
                         self._send(request.peer, Kind.REFUSE, encode_message(refusal))
                 case Beat():
-                    self._send(request.peer, Kind.STATUS, encode_message(status))
+                    told = msgspec.structs.replace(status, reason=outcome.reason)
+                    self._send(request.peer, Kind.STATUS, encode_message(told))
                 case Ask():
                     self._metrics.count("vagen_buffer_grants_total", len(outcome.tasks))
                     told = msgspec.structs.replace(status, reason=outcome.reason)

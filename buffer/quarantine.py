@@ -141,7 +141,7 @@ class Quarantine:
                 self._queued_bytes -= len(refused.request.payload)
 
     def _write(self, refused: _Refused) -> None:
-        request, trajectory = refused.request, refused.request.trajectory
+        request, origin = refused.request, refused.request.origin
         payload, name = request.payload, request.trajectory_id
         checksum = xxhash.xxh3_64_hexdigest(payload)
         declared = request.envelope
@@ -150,7 +150,7 @@ class Quarantine:
             field=refused.field,
             problem=refused.problem,
             received_at=refused.received_at,
-            actor_id=None if trajectory is None else trajectory.actor_id,
+            actor_id=None if origin is None else origin.actor_id,
             actor_seq=declared.actor_seq,
             num_bytes=len(payload),
             checksum=checksum,

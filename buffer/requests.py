@@ -6,7 +6,9 @@ Pure: knows neither sockets nor Redis. Whatever the frames hold, an answer comes
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 from ulid import ULID
@@ -29,8 +31,25 @@ from vagen.common.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEM_LENGTH = 500
+MAX_ENGINES = 64
+"""That one actor may announce."""
+_ENGINE_URL = re.compile(r"https?://[!-~]{1,256}")
 HOSTILE = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError)
 """What numbers and lengths chosen by a hostile sender can raise inside numpy."""
+
+
+class Origin(NamedTuple):
+    """Whose trajectory of which task it is: all that is kept of one that is refused."""
+
+    actor_id: str
+    actor_seq: int
+    task_index: int
+    attempt: int
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Origin:
+        """The origin that a trajectory states."""
+        return cls(trajectory.actor_id, trajectory.actor_seq, trajectory.task_index, trajectory.attempt)
 
 
 class Put(msgspec.Struct, frozen=True):
@@ -46,6 +65,11 @@ class Put(msgspec.Struct, frozen=True):
         """ULID of the trajectory."""
         return self.trajectory.trajectory_id
 
+    @property
+    def origin(self) -> Origin:
+        """Whose trajectory of which task it is."""
+        return Origin.of(self.trajectory)
+
 
 class BadPut(msgspec.Struct, frozen=True):
     """A trajectory that must be refused."""
@@ -54,7 +78,7 @@ class BadPut(msgspec.Struct, frozen=True):
     trajectory_id: str
     field: str
     problem: str
-    trajectory: Trajectory | None
+    origin: Origin | None
     """Present where the payload could be decoded and its identity is consistent."""
     payload: memoryview
     envelope: Envelope
@@ -113,12 +137,12 @@ def _read_put(
     except WireError as error:
         return Malformed(peer, Kind.PUT.value, str(error))
     trajectory_id = str(ULID.from_bytes(envelope.trajectory_id))
-    trajectory = None
+    origin = None
     try:
         check_payload(envelope, payload)
         decoded = decode_trajectory(payload)
         _check_envelope(decoded, envelope, trajectory_id)
-        trajectory = decoded
+        origin = Origin.of(decoded)
         validate_trajectory(decoded)
         _check_here(decoded, envelope, run_id)
     except TrajectoryError as error:
@@ -130,7 +154,7 @@ def _read_put(
         field, problem = "payload", f"{type(error).__name__}: {error}"
     else:
         return check_size(Put(peer, decoded, payload, envelope), capacity_bytes)
-    return BadPut(peer, trajectory_id, field, problem[:MAX_PROBLEM_LENGTH], trajectory, payload, envelope)
+    return BadPut(peer, trajectory_id, field, problem[:MAX_PROBLEM_LENGTH], origin, payload, envelope)
 
 
 def check_size(put: Put, capacity_bytes: int) -> Put | BadPut:
@@ -141,7 +165,7 @@ def check_size(put: Put, capacity_bytes: int) -> Put | BadPut:
     problem = (
         f"a group of {trajectory.group_size} of {num_bytes} bytes exceeds $.buffer.capacity_bytes = {capacity_bytes}"
     )
-    return BadPut(put.peer, put.trajectory_id, "payload", problem, trajectory, put.payload, put.envelope)
+    return BadPut(put.peer, put.trajectory_id, "payload", problem, Origin.of(trajectory), put.payload, put.envelope)
 
 
 def _check_envelope(trajectory: Trajectory, envelope: Envelope, trajectory_id: str) -> None:
@@ -188,6 +212,7 @@ def _check_control(message: Heartbeat | CreditRequest | EpisodeFailed, run_id: s
     numbers: tuple[int, ...]
     match message:
         case Heartbeat():
+            _check_engines(message)
             numbers = (message.journalled, message.in_flight, *message.running_tasks)
         case CreditRequest():
             numbers = (message.want,)
@@ -195,3 +220,14 @@ def _check_control(message: Heartbeat | CreditRequest | EpisodeFailed, run_id: s
             numbers = (message.task_index, message.attempt)
     if not all(0 <= number < 1 << 53 for number in numbers):
         raise WireError("expected every number in [0, 2^53)")
+
+
+def _check_engines(message: Heartbeat) -> None:
+    if len(message.engines) > MAX_ENGINES:
+        raise WireError(f"engines: expected at most {MAX_ENGINES}, got {len(message.engines)}")
+    for engine in message.engines:
+        if _ENGINE_URL.fullmatch(engine.url) is None:
+            raise WireError(f"engines: expected http://HOST:PORT, got {engine.url[:64]!r}")
+    names = [message.incarnation, *(name for engine in message.engines for name in (engine.kind, engine.incarnation))]
+    if max(map(len, names)) > MAX_NAME_LENGTH:
+        raise WireError(f"incarnation and kind: expected at most {MAX_NAME_LENGTH} characters")

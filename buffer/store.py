@@ -33,7 +33,8 @@ class Outcome(NamedTuple):
     """What became of one request."""
 
     verdict: str
-    """Of a put: stored, duplicate, stale, refused or full. Of others: ok, or failed when Redis refused the command."""
+    """Of a put: stored, duplicate, stale, refused or full. Of others: ok, refused (one actor too many), failed (Redis
+    refused the command)."""
     field: str = ""
     problem: str = ""
     tasks: tuple[TaskGrant, ...] = ()
@@ -162,10 +163,9 @@ class IngestStore:
             case Put(_, trajectory, payload, _):
                 pipe.set(self._keys.of(Key.PAYLOAD, trajectory.trajectory_id), payload, nx=True)
                 args = _commit_args(trajectory, len(payload), now, config)
-            case BadPut(_, trajectory_id, field, problem, trajectory):
+            case BadPut(_, trajectory_id, field, problem, origin):
                 args = [trajectory_id, field, problem, now]
-                if trajectory is not None:
-                    args += (trajectory.actor_id, trajectory.actor_seq, trajectory.task_index, trajectory.attempt)
+                args += origin or ()
             case Beat(_, message):
                 leases = (now + config.lease_s, now + config.heartbeat_timeout_s)
                 args = [message.actor_id, message.incarnation, message.journalled, message.in_flight, now, *leases]
@@ -232,4 +232,6 @@ def _parse(request: Request, reply: Any, reason: str) -> Outcome:
     if isinstance(request, Ask):
         tasks = [TaskGrant(task_index=i, attempt=a) for i, a in zip(reply[::2], reply[1::2], strict=True)]
         return Outcome("ok", tasks=tuple(tasks), reason=reason)
+    if isinstance(request, Beat) and reply == 0:
+        return Outcome("refused", reason="this run has had 10,000 actors, no new one is taken")
     return Outcome("ok")

@@ -5,6 +5,7 @@ Called by the actor before it journals and by the ingest on arrival; a failure n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,11 @@ from vagen.common.trajectory import (
 MAX_ROWS = 4096
 MAX_TOKENS = 1 << 22
 MAX_NAME_LENGTH = 256
+MAX_ITEMS = 1 << 12
+"""Entries of any one list or map of a trajectory."""
+MAX_FORBIDDEN_TOKENS = 1024
+MAX_MERGE_SIZE = 64
+_HASH = re.compile("[0-9a-f]{32}")
 
 _ROW_DTYPES = {
     "token_ids": np.dtype(np.int32),
@@ -44,6 +50,7 @@ def validate_trajectory(trajectory: Trajectory, *, behaviour_known: bool = True)
     """
     _check_identity(trajectory)
     _check_sampling(trajectory)
+    _check_sizes(trajectory)
     for index, row in enumerate(trajectory.rows):
         path = f"rows[{index}]"
         _check_row(row, path, trajectory.vision)
@@ -89,6 +96,18 @@ def _check_sampling(t: Trajectory) -> None:
     _require(s.top_p == 1.0, "sampling.top_p", f"expected 1 (truncated sampling biases the ratio), got {s.top_p}")
     _require(s.top_k == -1, "sampling.top_k", f"expected -1 (truncated sampling biases the ratio), got {s.top_k}")
     _require(s.min_p == 0.0, "sampling.min_p", f"expected 0 (truncated sampling biases the ratio), got {s.min_p}")
+
+
+def _check_sizes(t: Trajectory) -> None:
+    """What can be sent at all, said here so that an actor hears of it before it journals."""
+    lists = {"turns": t.turns, "rewards": t.rewards, "images": t.images, "metrics": t.metrics}
+    lists |= {f"rows[{index}].images": row.images for index, row in enumerate(t.rows)}
+    for name, entries in lists.items():
+        _require(len(entries) <= MAX_ITEMS, name, f"expected at most {MAX_ITEMS} entries, got {len(entries)}")
+    if t.vision is not None:
+        num_forbidden = len(t.vision.forbidden_token_ids)
+        expected = f"expected at most {MAX_FORBIDDEN_TOKENS} ids, got {num_forbidden}"
+        _require(num_forbidden <= MAX_FORBIDDEN_TOKENS, "vision.forbidden_token_ids", expected)
 
 
 def _check_row(row: Row, path: str, vision: VisionTokens | None) -> None:
@@ -160,7 +179,9 @@ def _check_placeholders(ids: np.ndarray, images: Sequence[ImageRef], path: str, 
         _require(not images, f"{path}.images", "images without `vision`")
         return
     placeholders = np.flatnonzero(ids == vision.image_token_id)
+    _require(0 < vision.merge_size <= MAX_MERGE_SIZE, "vision.merge_size", f"expected 1-{MAX_MERGE_SIZE}")
     spans = []
+    end = 0
     for index, image in enumerate(images):
         t, h, w = image.grid_thw
         expected, odd = divmod(t * h * w, vision.merge_size**2)
@@ -171,7 +192,9 @@ def _check_placeholders(ids: np.ndarray, images: Sequence[ImageRef], path: str, 
             f"{where}.num_tokens",
             f"expected {expected} for its grid, got {image.num_tokens}",
         )
-        _require(0 <= image.start <= len(ids) - expected, f"{where}.start", f"{image.start} is outside the row")
+        # In order, so that hostile images cannot claim the same long span thousands of times.
+        _require(end <= image.start <= len(ids) - expected, f"{where}.start", f"{image.start} is outside the row")
+        end = image.start + expected
         spans.append(np.arange(image.start, image.start + expected))
     named = np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)
     _require(
@@ -252,4 +275,6 @@ def _check_images(t: Trajectory) -> None:
     _require(not missing, "images", f"missing {len(missing)} of {len(referenced)} referenced images")
     _require(not t.images.keys() - referenced, "images", "holds images that no row refers to")
     for name, encoded in t.images.items():
-        _require(content_hash(encoded) == name, f"images[{name[:64]}]", "bytes do not have this content hash")
+        # Before a name becomes part of a field, under which refusals are counted.
+        _require(_HASH.fullmatch(name) is not None, "images", f"{name[:64]!r} is no content hash")
+        _require(content_hash(encoded) == name, f"images[{name}]", "bytes do not have this content hash")

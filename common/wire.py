@@ -7,7 +7,9 @@
     FAILED     EpisodeFailed                            REFUSE  Refusal
 
 The first frame of a message is its one-byte kind. A payload is one msgpack map with the images inside. Decoding is
-bounded: sizes are checked before anything is allocated, then types against the schema, then `validate_trajectory`.
+bounded: sizes are checked before anything is allocated, lists and maps are counted while they are made, then come types
+against the schema, then `validate_trajectory`. Whatever the bytes are, decoding them allocates at most
+`MAX_EXPANSION` times their number and `DECODE_ALLOWANCE_BYTES`.
 """
 
 from __future__ import annotations
@@ -24,11 +26,20 @@ from ulid import ULID
 
 from vagen.common.errors import TrajectoryError, WireError
 from vagen.common.trajectory import SCHEMA_VERSION, Record, Trajectory
+from vagen.common.validation import MAX_ITEMS
 
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_CONTROL_BYTES = 1 << 20
-MAX_ITEMS = 1 << 16
-"""Entries of any one list or map inside a message."""
+MAX_CONTROL_ITEMS = 1 << 14
+"""The same of a control message; a heartbeat lists the tasks that run."""
+MAX_EXPANSION = 40
+DECODE_ALLOWANCE_BYTES = 192 << 20
+"""Mostly for lists that announce more entries than follow: `MAX_CONTROL_ITEMS` of 8 bytes at each level."""
+_FREE_ENTRIES = 1 << 14
+_BYTES_PER_ENTRY = 8
+_MAX_ENTRIES = 1 << 20
+"""A list or map costs a hundred bytes of memory for one of the message, so their entries are limited by its length.
+The densest honest trajectories have 12 bytes an entry, the longest some 300,000 entries."""
 
 _ENVELOPE = struct.Struct("<4sHH16sQiIQ16x")
 _MAGIC = b"VAGT"
@@ -205,7 +216,7 @@ def decode_trajectory(payload: bytes | memoryview) -> Trajectory:
     Raises `WireError` when it is not msgpack within the limits and `TrajectoryError` when a field is missing, unknown
     or of the wrong type. Says nothing of the content: see `validate_trajectory`.
     """
-    plain = _unpack(payload, MAX_PAYLOAD_BYTES)
+    plain = _unpack(payload, MAX_PAYLOAD_BYTES, MAX_ITEMS)
     try:
         return msgspec.convert(plain, Trajectory, builtin_types=(bytes,), dec_hook=_decode_array)
     except msgspec.ValidationError as error:
@@ -222,16 +233,49 @@ def encode_message(message: Heartbeat | CreditRequest | Grant | Status | Episode
 def decode_message(body: bytes, kind: type[M]) -> M:
     """Decode the body frame of a control message as `kind`. Raises `WireError` naming the field."""
     try:
-        return msgspec.convert(_unpack(body, MAX_CONTROL_BYTES), kind, builtin_types=(bytes,))
+        return msgspec.convert(_unpack(body, MAX_CONTROL_BYTES, MAX_CONTROL_ITEMS), kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise WireError(f"{kind.__name__}: {error}") from None
 
 
-def _unpack(body: bytes | memoryview, limit: int) -> Any:
+class _Counted:
+    """Makes the lists and maps of one message and stops when they become too many."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = min(_FREE_ENTRIES + num_bytes // _BYTES_PER_ENTRY, _MAX_ENTRIES)
+
+    def make_list(self, items: list[Any]) -> list[Any]:
+        self._take(len(items))
+        return items
+
+    def make_map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._take(len(pairs))
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key comes twice in one map")
+        return found
+
+    def _take(self, num_entries: int) -> None:
+        self._left -= 1 + num_entries
+        if self._left < 0:
+            raise ValueError("too many lists, maps and entries for its length")
+
+
+def _unpack(body: bytes | memoryview, limit: int, max_items: int) -> Any:
     if len(body) > limit:
         raise WireError(f"expected at most {limit} bytes, got {len(body)}")
+    counted = _Counted(len(body))
+    most = min(max_items, len(body))
     try:
-        return msgpack.unpackb(body, raw=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0)
+        return msgpack.unpackb(
+            body,
+            raw=False,
+            max_array_len=most,
+            max_map_len=most,
+            max_ext_len=0,
+            list_hook=counted.make_list,
+            object_pairs_hook=counted.make_map,
+        )
     except (ValueError, msgpack.exceptions.UnpackException, msgpack.exceptions.StackError, RecursionError) as error:
         raise WireError(f"not msgpack within the limits: {error}") from None
 

@@ -1,9 +1,12 @@
 -- Takes in an actor's heartbeat: its side of the accounting, its leases, its engines.
 -- ARGV: actor, incarnation, journalled, in flight, now, end of the leases, end of the engines' leases, closing,
 -- most attempts at a task, number of running tasks, those, then url, kind and incarnation of each engine.
+-- Returns 1, or 0 for a new actor past the first 10,000.
 local actor, now, closing = ARGV[1], tonumber(ARGV[5]), ARGV[8] == '1'
 local journalled = tonumber(ARGV[3])
 local last = redis.call('HGET', K.actors, actor)
+-- Names that somebody makes up must not make the hash grow; see decide().
+if not last and redis.call('HLEN', K.actors) >= 10000 then return 0 end
 if last then journalled = math.max(journalled, cjson.decode(last).journalled) end
 redis.call('HSET', K.actors, actor, cjson.encode({
   incarnation = ARGV[2], journalled = journalled, in_flight = tonumber(ARGV[4]), at = now, closing = closing,

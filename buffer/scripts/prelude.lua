@@ -120,7 +120,9 @@ local function decided(actor, seq)
   return seq <= number(K.seq_low, actor) or redis.call('ZSCORE', K.seq_above .. actor, seq)
 end
 
+-- Past 10,000 actors new ones are not followed: names that somebody makes up must not make the hash grow.
 local function decide(actor, seq)
+  if redis.call('HLEN', K.seq_low) >= 10000 and redis.call('HEXISTS', K.seq_low, actor) == 0 then return end
   local low, above = number(K.seq_low, actor), K.seq_above .. actor
   if seq <= low then return end
   redis.call('ZADD', above, seq, seq)

@@ -51,7 +51,7 @@ def test_envelope_must_agree_with_the_payload(make_trajectory):
         bad = read(Kind.PUT.value, *frames)
         assert isinstance(bad, BadPut), frames
         assert bad.field == field
-        assert bad.trajectory is None
+        assert bad.origin is None
 
 
 def test_oldest_version_of_the_envelope(make_trajectory):
@@ -60,7 +60,7 @@ def test_oldest_version_of_the_envelope(make_trajectory):
     mixed = envelope[:24] + wrong[24:36] + envelope[36:]
     bad = read(Kind.PUT.value, mixed, payload)
     assert (type(bad), bad.field) == (BadPut, "policy_versions")
-    assert bad.trajectory is not None, "the identity is known, so the lease may end"
+    assert bad.origin is not None, "the identity is known, so the lease may end"
 
 
 def test_what_this_buffer_cannot_hold(make_trajectory):

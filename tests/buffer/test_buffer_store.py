@@ -13,6 +13,7 @@ from vagen.buffer.accounting import read_accounting
 from vagen.buffer.connection import make_client
 from vagen.buffer.keys import Key, Keys
 from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.requests import Beat
 from vagen.buffer.server import EmbeddedValkey
 from vagen.common.errors import BufferUnavailableError, ConfigError, InfrastructureError
 
@@ -370,3 +371,25 @@ def test_no_redis_is_said_within_seconds(tmp_path):
     assert time.monotonic() - started < 10
     with pytest.raises(ConfigError, match="redis_url"):
         LearnerStore.connect("http://nonsense", "run")
+
+
+def test_made_up_actors_do_not_make_redis_grow(bench, heartbeat):
+    bench = bench()
+    bench.learn()
+    client, keys = make_client(bench.valkey.url), Keys("run")
+    bench.commit(Beat(b"p", heartbeat()))
+    bench.store_one()
+    crowd = {f"made-up-{i}": 1 for i in range(10_000)}
+    client.hset(keys[Key.SEQ_LOW], mapping=crowd)
+    beat = '{"incarnation":"","journalled":0,"in_flight":0,"at":0,"closing":true}'
+    client.hset(keys[Key.ACTORS], mapping=dict.fromkeys(crowd, beat))
+    sizes = [client.hlen(keys[key]) for key in (Key.SEQ_LOW, Key.ACTORS)]
+    (outcome,) = bench.commit(Beat(b"p", heartbeat(actor_id="one-more")))
+    assert outcome.verdict == "refused" and "10,000 actors" in outcome.reason
+    bench.store_one(actor_id="another")
+    assert [client.hlen(keys[key]) for key in (Key.SEQ_LOW, Key.ACTORS)] == sizes
+    assert client.exists(keys.of(Key.SEQ_ABOVE, "another")) == 0
+    assert bench.commit(Beat(b"p", heartbeat(journalled=7)))[0].verdict == "ok", "known ones go on"
+    put = bench.put(actor_seq=2)
+    assert [bench.commit(put)[0].verdict for _ in range(2)] == ["stored", "duplicate"]
+    assert client.hget(keys[Key.SEQ_LOW], "actor-0") == b"2"
