@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help dev demo test ci check lint types packaging format bench-peers clean
+.PHONY: help dev demo test ci fuzz check lint types packaging format bench-peers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ test: $(INSTALLED)  ## unit and integration tests
 
 ci: check  ## what continuous integration runs: check, all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(INSTALLED)  ## fuzz the decoding of messages, guided by coverage; SECONDS=60
+	$(BIN)/python tests/fuzz/fuzz_requests.py -max_total_time=$(or $(SECONDS),60) -max_len=65536 build/fuzz
 
 check: lint types  ## lint and types (packaging is tested by tests/test_packaging.py)
 

@@ -82,7 +82,8 @@ end
 
 if not make_room() then return reject('full') end
 
-redis.call('HSET', K.live, id, string.format('%d:%d:%s', oldest, bytes, group))
+-- Not %s, which ends at a zero byte.
+redis.call('HSET', K.live, id, string.format('%d:%d:', oldest, bytes) .. group)
 redis.call('ZADD', K.seen, oldest, id)
 local arrival = stat('stored', 1)
 stat('bytes', bytes)
