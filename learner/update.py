@@ -24,7 +24,12 @@ from vagen.learner.advantages.estimate import estimate_advantages
 from vagen.learner.batching import TrainingBatch, microbatches
 from vagen.learner.config import LearnerConfig
 from vagen.learner.losses.config import ReferenceConfig
-from vagen.learner.losses.diagnostics import RatioDiagnostics, explained_variance, ratio_diagnostics, step_scale
+from vagen.learner.losses.diagnostics import (
+    RatioDiagnostics,
+    explained_variance,
+    ratio_diagnostics,
+)
+from vagen.learner.losses.gain import step_gain
 from vagen.learner.losses.policy import PolicyLossInputs, policy_loss
 from vagen.learner.losses.reference import penalised_rewards, reference_loss
 from vagen.learner.losses.value import value_loss
@@ -166,14 +171,14 @@ class PolicyUpdate:
         behind = (batch.versions != version).long()
         ratio = ratio_diagnostics(scores.logprobs, batch.behaviour_logprobs, behind, config.loss.weight_cap)
         data = self.estimate(batch, scores)
-        scale = step_scale(ratio.effective_sample_size, config.loss.ess_power)
+        gain = step_gain(scores.logprobs - batch.behaviour_logprobs, batch.staleness, config.loss, self._reduce)
         estimated = time.perf_counter()
         self._model.train()
         totals: dict[str, float] = defaultdict(float)
         grad_norm, lr, skipped, updates = 0.0, 0.0, 0, 0
         for epoch in range(config.ppo_epochs):
             for members in self._minibatches(len(batch.rows), step, epoch):
-                lr = scale * config.optimizer.lr_at(step / config.total_steps, self.num_updates)
+                lr = gain * config.optimizer.lr_at(step / config.total_steps, self.num_updates)
                 norm, was_skipped = self._minibatch(batch, members, data, lr, totals)
                 grad_norm += norm
                 skipped += was_skipped

@@ -41,6 +41,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """What counts equally: every token, every turn or every sequence."""
     ess_power: float = 1.0
     """The step size is multiplied by the effective sample size (a share) to this power: 0 off, 0.5 as in VCPO."""
+    staleness_power: float = 1.0
+    """The step size is multiplied by `(staleness_free / s) ** staleness_power` where the batch's mean staleness `s`, in
+    learner steps, is above `staleness_free`: 0 off, 1 keeps the gain of a delayed loop below the same bound."""
+    staleness_free: float = 4.0
+    """Mean staleness up to which steps are full."""
     value_loss: Literal["mse", "smooth_l1", "two_hot"] = "smooth_l1"
     """`two_hot` gives the critic a categorical head (see `two_hot.py`), which starts from zero where the model
     directory's head is another."""
@@ -88,6 +93,9 @@ class LossConfig(Section, frozen=True, kw_only=True):
             value = getattr(self, field)
             require(0.0 <= value < math.inf, f"learner.loss.{field}", value, "float >= 0")
         require(0.0 <= self.ess_power <= 1.0, "learner.loss.ess_power", self.ess_power, "float in [0, 1]")
+        power, free = self.staleness_power, self.staleness_free
+        require(0.0 <= power <= 1.0, "learner.loss.staleness_power", power, "float in [0, 1]")
+        require(0.0 < free < math.inf, "learner.loss.staleness_free", free, "float > 0")
         require(2 <= self.value_bins <= 4096, "learner.loss.value_bins", self.value_bins, "int in [2, 4096]")
         lowest, highest = self.value_range
         require(

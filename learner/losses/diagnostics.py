@@ -73,11 +73,6 @@ def effective_sample_size(log_ratio: Tensor) -> Tensor:
     return ratio.sum().square() / (ratio.numel() * ratio.square().sum())
 
 
-def step_scale(effective_sample_size: float, power: float) -> float:
-    """Factor of the learning rate (VCPO, arXiv 2602.17616): the sample size to the power of 0.5 for Adam."""
-    return float(effective_sample_size**power)
-
-
 def staleness_histogram(staleness: Tensor, num_bins: int) -> Tensor:
     """Tokens of staleness 0, 1, ... `num_bins - 1` and more, int64 `[num_bins]`; adds up over ranks."""
     return torch.bincount(staleness.clamp(0, num_bins - 1), minlength=num_bins)

@@ -14,7 +14,6 @@ from vagen.learner.losses.diagnostics import (
     explained_variance,
     ratio_diagnostics,
     staleness_histogram,
-    step_scale,
 )
 from vagen.learner.losses.value import value_loss
 
@@ -131,12 +130,10 @@ def test_p99_is_the_smallest_ratio_that_99_in_100_do_not_exceed():
     assert found.stale.num_tokens == 0 and found.stale.kl == 0.0
 
 
-def test_effective_sample_size_and_step_scale():
+def test_effective_sample_size():
     assert effective_sample_size(torch.zeros(7)).item() == pytest.approx(1.0)
     assert effective_sample_size(torch.tensor([1.0, 3.0]).log()).item() == pytest.approx(16 / 20)
     assert effective_sample_size(torch.tensor([19.0] + [-19.0] * 3)).item() == pytest.approx(0.25)
-    assert step_scale(0.25, 0.5) == 0.5
-    assert step_scale(0.25, 0.0) == 1.0
 
 
 def test_staleness_histogram_collects_the_tail():

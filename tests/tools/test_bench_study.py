@@ -179,8 +179,8 @@ def test_plans_hold_every_run_once():
     assert [(run.seed, run.staleness) for run in runs[:6]] == [(0, 0), (0, 4), (0, 8), (0, 16), (0, 32), (1, 0)]
     assert {run.seed for run in runs if run.staleness == 8 and run.variant == "uncorrected"} == set(range(6))
     assert {run.variant for run in runs} == {variant.name for variant in CORRECTIONS}
-    few = {run.variant for run in grid_runs(StudyOptions(full=True, only="plain_ppo,ess_half"))}
-    assert few == {"default", "plain_ppo", "ess_half"}
+    few = {run.variant for run in grid_runs(StudyOptions(full=True, only="plain_ppo,root_damping"))}
+    assert few == {"default", "plain_ppo", "root_damping"}
     with pytest.raises(ConfigError, match="study.only: expected names out of default, uncorrected"):
         StudyOptions(only="defualt")
     # The estimator of the recipe on fresh data is the on-policy run of the study.

@@ -97,42 +97,51 @@ class StudyOptions(Section, frozen=True, kw_only=True):
 _PUBLISHED = "learner.advantage.importance_correction=none"
 _NO_KL = "learner.loss.behaviour_kl=0.0"
 _NO_WEIGHT = "learner.loss.behaviour_weight=none"
-_NO_ESS = "learner.loss.ess_power=0.0"
+_UNDAMPED = "learner.loss.staleness_power=0.0"
+_FULL_STEPS = ("learner.loss.ess_power=0.0", _UNDAMPED)
 
 DEFAULT = Variant(
-    name="default", title="default: weight cap 2, KL .1, step scaled by ESS, corrected advantages (geometric)"
+    name="default",
+    title="default: weight cap 2, KL .1, steps scaled by ESS and staleness, corrected advantages (geometric)",
 )
 UNCORRECTED = Variant(name="uncorrected", title="default with published advantages", overrides=(_PUBLISHED,))
 PLAIN_PPO = Variant(
     name="plain_ppo",
     title="plain PPO against the behaviour policy, published advantages",
-    overrides=("learner.loss.anchor=behaviour", _NO_WEIGHT, _NO_KL, _NO_ESS, _PUBLISHED),
+    overrides=("learner.loss.anchor=behaviour", _NO_WEIGHT, _NO_KL, *_FULL_STEPS, _PUBLISHED),
 )
 CORRECTIONS = (
     DEFAULT,
     UNCORRECTED,
     PLAIN_PPO,
-    Variant(name="no_ess", title="default with full steps", overrides=(_NO_ESS,)),
-    Variant(name="strong_kl", title="full steps, KL .3", overrides=(_NO_ESS, "learner.loss.behaviour_kl=0.3")),
-    Variant(name="low_lr", title="full steps, learning rate 1e-4", overrides=(_NO_ESS, "learner.optimizer.lr=1e-4")),
-    Variant(name="ess_half", title="default with steps scaled by ESS^.5", overrides=("learner.loss.ess_power=0.5",)),
+    Variant(name="full_steps", title="default with full steps", overrides=_FULL_STEPS),
+    Variant(name="strong_kl", title="full steps, KL .3", overrides=(*_FULL_STEPS, "learner.loss.behaviour_kl=0.3")),
+    Variant(
+        name="low_lr", title="full steps, learning rate 1e-4", overrides=(*_FULL_STEPS, "learner.optimizer.lr=1e-4")
+    ),
+    Variant(name="undamped", title="default with steps scaled by ESS alone", overrides=(_UNDAMPED,)),
+    Variant(
+        name="root_damping",
+        title="default with steps scaled by ESS and the root of staleness",
+        overrides=("learner.loss.staleness_power=0.5",),
+    ),
     Variant(
         name="none",
         title="no correction: proximal anchor, no weight, no KL, full steps, published advantages",
-        overrides=(_NO_WEIGHT, _NO_KL, _NO_ESS, _PUBLISHED),
+        overrides=(_NO_WEIGHT, _NO_KL, *_FULL_STEPS, _PUBLISHED),
     ),
     Variant(
         name="decoupled",
         title="decoupled, cap 2, no KL, full steps, published advantages",
-        overrides=(_NO_KL, _NO_ESS, _PUBLISHED),
+        overrides=(_NO_KL, *_FULL_STEPS, _PUBLISHED),
     ),
     Variant(
-        name="corrected_no_kl", title="cap 2, no KL, full steps, corrected advantages", overrides=(_NO_KL, _NO_ESS)
+        name="corrected_no_kl", title="cap 2, no KL, full steps, corrected advantages", overrides=(_NO_KL, *_FULL_STEPS)
     ),
     Variant(
         name="behaviour_kl",
         title="plain PPO against the behaviour policy, KL .1, full steps, corrected advantages",
-        overrides=("learner.loss.anchor=behaviour", _NO_WEIGHT, _NO_ESS),
+        overrides=("learner.loss.anchor=behaviour", _NO_WEIGHT, *_FULL_STEPS),
     ),
     Variant(
         name="product", title="default with the product turn ratio", overrides=("learner.advantage.turn_ratio=product",)
@@ -140,17 +149,23 @@ CORRECTIONS = (
     Variant(
         name="token_reject",
         title="token rejection outside [1/2, 2], KL .1, full steps, corrected advantages",
-        overrides=("learner.loss.behaviour_weight=token_reject", _NO_ESS),
+        overrides=("learner.loss.behaviour_weight=token_reject", *_FULL_STEPS),
     ),
     Variant(
         name="icepop",
         title="IcePop [0.5, 5], no KL, full steps, published advantages",
-        overrides=("learner.loss.behaviour_weight=icepop", _NO_KL, _NO_ESS, _PUBLISHED),
+        overrides=("learner.loss.behaviour_weight=icepop", _NO_KL, *_FULL_STEPS, _PUBLISHED),
     ),
     Variant(
         name="m2po",
         title="M2PO (threshold .04), no KL, full steps, published advantages",
-        overrides=("learner.loss.anchor=behaviour", "learner.loss.behaviour_weight=m2po", _NO_KL, _NO_ESS, _PUBLISHED),
+        overrides=(
+            "learner.loss.anchor=behaviour",
+            "learner.loss.behaviour_weight=m2po",
+            _NO_KL,
+            *_FULL_STEPS,
+            _PUBLISHED,
+        ),
     ),
 )
 
