@@ -163,13 +163,16 @@ STATS = SimpleNamespace(
 )
 
 
-def write(file, steps, metrics, monkeypatch) -> list[dict]:
-    """Journal steps whose batches have these reward spreads, and return their lines."""
+def write(file, steps, metrics, monkeypatch, settings=None) -> list[dict]:
+    """Journal steps whose batches have these reward spreads, and return their lines; `settings` changed by step."""
     journal = StepJournal(file, metrics, AlarmConfig())
     spreads = iter(steps)
     monkeypatch.setattr(journal_module, "_batch_fields", lambda batch: _batch_fields(next(spreads)))
     feed = SimpleNamespace(batch=SimpleNamespace(staleness=SimpleNamespace(tolist=lambda: [0])), notes=None)
-    lines = [journal.write(step, feed, STATS, None, None, {"total": 1.0}) for step in range(len(steps))]
+    lines = [
+        journal.write(step, feed, STATS, None, None, {"total": 1.0}, (settings or {}).get(step))
+        for step in range(len(steps))
+    ]
     journal.close()
     return lines
 
@@ -205,3 +208,10 @@ def test_a_restart_goes_on_from_the_lines_on_disk(tmp_path, monkeypatch):
     metrics = Metrics("vagen_learner", "run")
     (line,) = write(file, [0.0], metrics, monkeypatch)
     assert line["alarms"] == ["reward_std"]
+
+
+def test_settings_are_in_the_line_of_the_step_after_which_they_were_changed(tmp_path, monkeypatch):
+    changed = {1: {"max_staleness": {"value": 5, "source": "live"}}, 2: {}}
+    write(tmp_path / "metrics.jsonl", [0.4] * 3, Metrics("vagen_learner", "run"), monkeypatch, changed)
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("settings") for line in lines] == [None, changed[1], None]
