@@ -99,6 +99,8 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Promised to incomplete groups."""
     capacity_bytes: int
     """In force now; 0 while no ingest has served this run."""
+    is_full: bool
+    """The ingest holds back what does not fit."""
     learner_step: int
     """-1 until a learner has registered."""
     policy_version: int
@@ -159,6 +161,7 @@ def read_status(client: redis.Redis, keys: Keys) -> BufferStatus:
         running=pacing.running,
         capacity_bytes=int(live_capacity or capacity or 0),
         learner_step=-1 if step is None else int(step),
+        is_full=bool(int(stat.get(b"full", 0))),
         policy_version=-1 if published is None else int(published),
         engines=pacing.engines,
         actors=actors,

@@ -115,6 +115,8 @@ class Ingest:
         self._pending: list[Request] = []
         self._blind = True
         """Heartbeats could not be read for a while: no lease ends before they are."""
+        self._is_full: bool | None = None
+        """What Redis was told last."""
         self._next_tick = 0.0
         self._next_report = 0.0
         self._next_complaint = 0.0
@@ -235,6 +237,10 @@ class Ingest:
             self._store.renew_all(time.time())
             self._blind = False
         self._store.tick(time.time(), leases_end=not self._blind)
+        is_full = any(isinstance(request, Put) for request in self._pending)
+        if is_full != self._is_full:
+            self._store.say_full(is_full)
+            self._is_full = is_full
         self._next_tick = now + TICK_S
         if now >= self._next_report:
             self._report()

@@ -142,6 +142,10 @@ class IngestStore:
         returned, released, gone = run_script(self._client, self._keys, "tick", *args)
         return returned, released, gone
 
+    def say_full(self, is_full: bool) -> None:
+        """Tell the learner whether something waits because it does not fit."""
+        self._client.hset(self._keys[Key.STAT], "full", int(is_full))
+
     def renew_all(self, now: float) -> None:
         """Extend every lease, after a time in which no heartbeat could be read."""
         run_script(

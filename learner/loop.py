@@ -9,9 +9,9 @@
     broadcast
               time-out. Then the probe compares engine and learner at exactly that version.
     record    one line and the metrics of the step, before the checkpoint that makes it durable.
-    save      every `checkpoint_every` steps, or when claimed batches fill half of the buffer: once the checkpoint is
-    durable,
-              `done` frees the steps it contains.
+    save      every `checkpoint_every` steps, or when claimed batches fill half of the buffer or the rest is full while
+    waiting:
+              once the checkpoint is durable, `done` frees the steps it contains.
 
 A kill at any point is repaired at start: the newest checkpoint says the step, later manifests are claimed again
 identically. Rank 0 alone talks to engines and marks progress; every rank claims the same sealed manifest. A replay is
@@ -28,13 +28,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from vagen.common.errors import InfrastructureError
+from vagen.common.errors import ConfigError, InfrastructureError
 from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.config import LearnerConfig
 from vagen.learner.feeder import BatchFeeder, Feed
 from vagen.learner.journal import StepJournal
 from vagen.learner.model.checkpoint_io import save_checkpoint
 from vagen.learner.model.optimizer import Trainer
+from vagen.learner.model.parallel import count_votes
 from vagen.learner.probe import Probe
 from vagen.learner.publisher import Published, Publisher
 from vagen.learner.sources import BatchSource
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _TEND_EVERY_S = 0.25
 _REMIND_EVERY_S = 15.0
+_STUCK_S = 10.0
+"""A reading of the buffer may be older than what the ingest does at that moment."""
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Learner:
     """Is given each line of the journal."""
     _trained: list[int] = field(default_factory=list)
     _skipped_in_a_row: int = 0
+    _stuck_since: float | None = None
     _saving_s: float = 0.0
     """Of the checkpoint since the last recorded step."""
 
@@ -83,7 +87,7 @@ class Learner:
         config = self.config
         step = self.first_step
         self._publish(step)
-        while step < self.last_step and not self.stop.is_set():
+        while step < self.last_step:
             clock = _Clock()
             with clock.stage("wait_data"):
                 feed = self._wait_for(step)
@@ -114,29 +118,52 @@ class Learner:
         return step
 
     def _wait_for(self, step: int) -> Feed | None:
+        """The batch of a step, or None when told to stop. All ranks decide alike, whoever is told or ready first."""
         self.feeder.request(step)
         started = reminded = time.monotonic()
-        while not self.stop.is_set():
-            feed = self.feeder.wait(_TEND_EVERY_S)
-            if feed is not None:
+        feed: Feed | None = None
+        while True:
+            if feed is None:
+                feed = self.feeder.wait(_TEND_EVERY_S)
+            is_missing = feed is None
+            must_save = is_missing and bool(self._trained) and self._needs_checkpoint(is_waiting=True)
+            stopped, missing, saving = count_votes(self.stop.is_set(), is_missing, must_save)
+            if stopped:
+                return None
+            if not missing:
                 return feed
-            if self.publisher is None:
+            if saving:
+                self._save(step)
+            if not is_missing or not self.is_first_rank:
                 continue
-            if self.is_first_rank:
+            self._give_up_on_a_batch_that_cannot_come()
+            if self.publisher is not None:
                 self.publisher.tend_members()
-            if time.monotonic() - reminded > _REMIND_EVERY_S:
-                reminded = time.monotonic()
-                members = len(self.publisher.members)
-                hint = "" if members else "; no engine is announced: start `vagen-actor run`"
-                logger.info(
-                    "step %d: waiting for data for %.0f s, %d engines serve version %d%s",
-                    step,
-                    reminded - started,
-                    members,
-                    self.publisher.version,
-                    hint,
-                )
-        return None
+                if time.monotonic() - reminded > _REMIND_EVERY_S:
+                    reminded = time.monotonic()
+                    self._remind(step, reminded - started, self.publisher)
+
+    def _remind(self, step: int, seconds: float, publisher: Publisher) -> None:
+        members = len(publisher.members)
+        hint = "" if members else "; no engine is announced: start `vagen-actor run`"
+        logger.info(
+            "step %d: waiting for data for %.0f s, %d engines serve version %d%s",
+            step,
+            seconds,
+            members,
+            publisher.version,
+            hint,
+        )
+
+    def _give_up_on_a_batch_that_cannot_come(self) -> None:
+        """Raises `ConfigError` when nothing that anybody still does can complete the batch."""
+        problem = self.source.why_stuck()
+        if problem is None:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = time.monotonic()
+        elif time.monotonic() - self._stuck_since > _STUCK_S:
+            raise ConfigError(problem)
 
     def _version(self, feed: Feed) -> int:
         """Of the present weights, -1 where no version has them."""
@@ -164,7 +191,12 @@ class Learner:
 
     def _is_checkpoint_due(self, step: int) -> bool:
         is_regular = step % self.config.checkpoint_every == 0 or step == self.last_step
-        return is_regular or self.source.needs_checkpoint()
+        (early,) = count_votes(not is_regular and self._needs_checkpoint(is_waiting=False))
+        return is_regular or early > 0
+
+    def _needs_checkpoint(self, *, is_waiting: bool) -> bool:
+        """As the first rank reads it: the buffer may change between two readings, and a save is collective."""
+        return self.is_first_rank and self.source.needs_checkpoint(is_waiting=is_waiting)
 
     def _save(self, step: int) -> None:
         """A checkpoint before `step`, and then, when it is durable, `done` for the steps it contains."""

@@ -194,8 +194,11 @@ class ArchiveSource:
     def mark_trained(self, step: int) -> None:
         """Nothing waits for it."""
 
-    def needs_checkpoint(self) -> bool:
+    def needs_checkpoint(self, *, is_waiting: bool) -> bool:
         return False
+
+    def why_stuck(self) -> None:
+        return None
 
     def done(self, steps: Sequence[int]) -> None:
         """The archive keeps all."""

@@ -35,8 +35,12 @@ class BatchSource(Protocol):
     def mark_trained(self, step: int) -> None:
         """The optimizer has used the step's batch."""
 
-    def needs_checkpoint(self) -> bool:
-        """Whether so much is taken and not `done` that a checkpoint must free it."""
+    def needs_checkpoint(self, *, is_waiting: bool) -> bool:
+        """Whether so much is taken and not `done` that a checkpoint must free it, before it is due. `is_waiting` for
+        the next batch."""
+
+    def why_stuck(self) -> str | None:
+        """What keeps a batch that is waited for from ever being complete; None while it may still come."""
 
     def done(self, steps: Sequence[int]) -> None:
         """A durable checkpoint holds these steps."""
@@ -68,9 +72,22 @@ class BufferSource:
     def mark_trained(self, step: int) -> None:
         self._store.mark_trained(step)
 
-    def needs_checkpoint(self) -> bool:
+    def needs_checkpoint(self, *, is_waiting: bool) -> bool:
+        """True above half of the capacity. Below, the next batch may still not fit; a full buffer alone is no reason,
+        since it is what a learner sees that is slower than its actors."""
         status = self._store.status()
-        return status.capacity_bytes > 0 and status.claimed_bytes > status.capacity_bytes / 2
+        return 0 < status.capacity_bytes / 2 < status.claimed_bytes or (is_waiting and status.is_full)
+
+    def why_stuck(self) -> str | None:
+        status = self._store.status()
+        if not status.is_full or status.claimed or status.awaiting_group or status.ready >= self._batch_size:
+            return None
+        if status.num_bytes < status.capacity_bytes / 2:
+            return None  # it was full when the ingest ended
+        return (
+            f"$.buffer.capacity_bytes: {status.capacity_bytes} are full with {status.ready} of {self._batch_size} "
+            "trajectories of a batch, and nothing is left to free; raise it or lower $.learner.batch_size"
+        )
 
     def done(self, steps: Sequence[int]) -> None:
         self._store.done(steps)

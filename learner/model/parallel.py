@@ -23,7 +23,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  #
 from vagen.common.errors import ConfigError
 from vagen.learner.model import cpu_compat
 
-__all__ = ["ParallelTopology", "destroy", "init", "parallel_session", "sum_over_data_parallel", "topology"]
+__all__ = [
+    "ParallelTopology",
+    "count_votes",
+    "destroy",
+    "init",
+    "parallel_session",
+    "sum_over_data_parallel",
+    "topology",
+]
 
 _GENERATIONS = itertools.count()
 
@@ -84,6 +92,15 @@ def sum_over_data_parallel(value: torch.Tensor) -> torch.Tensor:
     """The sum over the data-parallel ranks, in place; all of them must call."""
     dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
     return value
+
+
+def count_votes(*votes: bool) -> list[int]:
+    """How many ranks say yes to each question; all must ask the same ones. Free with one rank."""
+    if dist.get_world_size() == 1:
+        return [int(vote) for vote in votes]
+    counts = torch.tensor(votes, dtype=torch.int64, device=cpu_compat.compute_device())
+    dist.all_reduce(counts)
+    return [int(count) for count in counts]
 
 
 def destroy() -> None:
