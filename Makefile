@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help dev demo test ci fuzz check lint types packaging format bench-peers clean
+.PHONY: help dev demo test ci nightly fuzz check lint types packaging format bench-peers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,10 +27,13 @@ demo: $(INSTALLED)  ## train the tiny model on FrozenLake with every process run
 	$(BIN)/vagen demo --seed $(or $(SEED),0) $(ARGS)
 
 test: $(INSTALLED)  ## unit and integration tests
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not nightly" $(ARGS)
 
-ci: check  ## what continuous integration runs: check, all tests
-	$(BIN)/python -m pytest $(ARGS)
+ci: check  ## what continuous integration runs: check, all tests but the nightly ones
+	$(BIN)/python -m pytest -m "not nightly" $(ARGS)
+
+nightly: $(INSTALLED)  ## tests that take longer than five minutes
+	$(BIN)/python -m pytest -m nightly -s $(ARGS)
 
 fuzz: $(INSTALLED)  ## fuzz the decoding of messages, guided by coverage; SECONDS=60
 	$(BIN)/python tests/fuzz/fuzz_requests.py -max_total_time=$(or $(SECONDS),60) -max_len=65536 build/fuzz

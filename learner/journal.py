@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vagen.common.files import flush, make_directory
 from vagen.common.metrics import Metrics
 from vagen.common.trajectory import Trajectory
 from vagen.learner.alarms import AlarmConfig, CollapseAlarms
@@ -38,10 +39,12 @@ class StepJournal:
 
     def __init__(self, file: Path, metrics: Metrics, alarms: AlarmConfig | None = None) -> None:
         """Continues the file of an interrupted run: its lines are what the alarms take for normal."""
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(file.parent)
         self._alarms = CollapseAlarms(alarms or AlarmConfig())
-        self._replay(file)
         self._file = file.open("a")
+        flush(file.parent)
+        _drop_torn_line(file)
+        self._replay(file)
         self._metrics = metrics
         self._started = time.time()
 
@@ -84,13 +87,8 @@ class StepJournal:
         return line
 
     def _replay(self, file: Path) -> None:
-        for text in file.read_text().splitlines() if file.exists() else ():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                # A kill may cut a line off; the step is repeated.
-                continue
-            self._alarms.observe(line)
+        for text in file.read_text().splitlines():
+            self._alarms.observe(json.loads(text))
 
     def _watch(self, line: dict[str, Any]) -> None:
         for event in self._alarms.observe(line):
@@ -134,6 +132,12 @@ class StepJournal:
             m.observe("vagen_learner_publish_seconds", published.report.seconds)
             m.count("vagen_learner_publishes_total", len(published.report.ok), outcome="ok")
             m.count("vagen_learner_publishes_total", len(published.report.failed), outcome="failed")
+
+
+def _drop_torn_line(file: Path) -> None:
+    """A kill or a power cut may cut a line off; the step is repeated, and its line must not continue that one."""
+    content = file.read_bytes()
+    os.truncate(file, content.rfind(b"\n") + 1)
 
 
 def _batch_fields(batch: TrainingBatch) -> dict[str, Any]:

@@ -152,8 +152,10 @@ def test_claimed_batches_that_fill_the_buffer_before_the_checkpoint_is_due(
     running, client, store = start(capacity_bytes=first + second - 1000)
     assert first < (first + second - 1000) / 2
     source = BufferSource(store, LearnerStore.connect(running.ready.redis_url, "run"), batch_size=4, order="freshest")
+    client.stream(small)
+    assert store.claim(0, 4, WAIT_S) is not None
+    in_background(lambda: client.stream(large))
     learner = make_learner(source, total_steps=3)
-    in_background(lambda: client.stream(small + large))
     assert learner.run() == 3
     assert learner.checkpoints.steps() == [1, 2, 3]
     assert store.accounting().trained == 12

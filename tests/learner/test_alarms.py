@@ -204,10 +204,11 @@ def test_a_restart_goes_on_from_the_lines_on_disk(tmp_path, monkeypatch):
     file = tmp_path / "metrics.jsonl"
     write(file, [0.4, 0.0, 0.0], Metrics("vagen_learner", "run"), monkeypatch)
     with file.open("a") as torn:
-        torn.write('{"step": 3, "rew\n')
+        torn.write('{"step": 3, "rew')
     metrics = Metrics("vagen_learner", "run")
     (line,) = write(file, [0.0], metrics, monkeypatch)
     assert line["alarms"] == ["reward_std"]
+    assert len([json.loads(text) for text in file.read_text().splitlines()]) == 4, "a torn line is not continued"
 
 
 def test_settings_are_in_the_line_of_the_step_after_which_they_were_changed(tmp_path, monkeypatch):
