@@ -64,7 +64,8 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     shards: int = 1
     """Independent parts of the buffer, each with an ingest of its own (`vagen-buffer serve --shard K`)."""
     capacity_bytes: int = 1 << 30
-    """Payload bytes held by a shard, the room promised to incomplete groups among them."""
+    """Payload bytes held by a shard, the room promised to incomplete groups among them. The memory of every process
+    that follows from it is in docs/buffer.md."""
     when_full: Literal["block", "drop_stalest", "drop_oldest"] = "block"
     """What a trajectory that does not fit does: wait, which slows the actors down, or take the room of ready units:
     those with the lowest learner step of the oldest token, or those that arrived first. What is claimed or awaits its

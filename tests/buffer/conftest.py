@@ -38,8 +38,8 @@ from vagen.common.wire import (
     encode_trajectory,
 )
 
-TIMEOUT_S = 30.0
-STREAM_TIMEOUT_S = 90.0
+TIMEOUT_S = 60.0
+STREAM_TIMEOUT_S = 180.0
 WINDOW = 16
 RESEND_S = 1.0
 

@@ -28,7 +28,7 @@ from vagen.learner.sources import BufferSource
 from vagen.learner.update import PolicyUpdate, load_models
 from vagen.tools.tiny_tokenizer import train_tokenizer
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 SMALL = ModelConfig(
     hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, vision_hidden_size=32, vision_num_heads=2
 )

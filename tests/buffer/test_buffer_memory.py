@@ -17,6 +17,7 @@ from vagen.buffer.learner_store import LearnerStore
 MB = 1 << 20
 CAPACITY = 64 * MB
 IMAGE_BYTES = 200_000
+PAYLOAD_BYTES = IMAGE_BYTES + 2000
 NUM_ACTORS = 2
 WINDOW = 16
 BATCH = 8
@@ -26,8 +27,8 @@ WORKER = Path(__file__).with_name("chaos_actor.py")
 BOUNDS = {
     "valkey used": 1.1 * CAPACITY + 100 * MB,
     "valkey resident": 1.25 * CAPACITY + 160 * MB,
-    "ingest resident": 300 * MB,
-    "actor resident": 150 * MB + 4 * WINDOW * IMAGE_BYTES,
+    "ingest resident": 160 * MB + (4 + 8 * NUM_ACTORS) * PAYLOAD_BYTES,
+    "actor resident": 150 * MB + 4 * WINDOW * PAYLOAD_BYTES,
 }
 
 

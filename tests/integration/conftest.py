@@ -60,7 +60,7 @@ class Pipeline:
         spec: ProcessSpec = getattr(self._launcher, name)()
         return spec
 
-    def start(self, name: str, timeout_s: float = 90.0) -> None:
+    def start(self, name: str, timeout_s: float = 240.0) -> None:
         spec = self.spec(name)
         self.run.ready(name).unlink(missing_ok=True)
         log = (self.run.root / f"{name}.out").open("ab")
@@ -71,7 +71,7 @@ class Pipeline:
         self._children[name].kill()
         self._children[name].wait(10)
 
-    def stop(self, name: str, timeout_s: float = 60.0) -> int:
+    def stop(self, name: str, timeout_s: float = 180.0) -> int:
         self._children[name].send_signal(signal.SIGTERM)
         return self._children[name].wait(timeout_s)
 
