@@ -24,6 +24,7 @@ from vagen.actor.rendering import ChatRenderer
 from vagen.actor.sender import Presence, Sender
 from vagen.actor.spool import Spool
 from vagen.common.config import RunConfig, section, to_plain
+from vagen.common.memory import keep_freed_memory
 from vagen.common.metrics import Metrics
 from vagen.common.wire import EngineAnnouncement
 from vagen.envs.registry import parse_environment_config
@@ -81,6 +82,7 @@ async def serve(options: ActorOptions, sections: ActorSections) -> None:
     Raises a `ConfigError`, `EngineUnavailableError` or `BufferUnavailableError` within `connect_timeout_s` when
     something is missing at start.
     """
+    keep_freed_memory()
     config = sections.actor
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -249,10 +249,11 @@ class Spool:
             with contextlib.suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             results = [(job, ConfigError(f"{self._path}: cannot be written: {error}")) for job in batch]
-        for job, result in results:
-            if job.future is not None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, nobody waits
-                    job.loop.call_soon_threadsafe(_resolve, job.future, result)
+        # One wake-up of the loop a batch; all jobs are of the loop that opened the spool.
+        waiting = [(job.future, result) for job, result in results if job.future is not None]
+        if waiting:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, nobody waits
+                results[0][0].loop.call_soon_threadsafe(_resolve, waiting)
 
 
 def _attempt(connection: sqlite3.Connection, job: _Job) -> object:
@@ -265,13 +266,14 @@ def _attempt(connection: sqlite3.Connection, job: _Job) -> object:
         return error
 
 
-def _resolve(future: asyncio.Future[object], result: object) -> None:
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+def _resolve(waiting: list[tuple[asyncio.Future[object], object]]) -> None:
+    for future, result in waiting:
+        if future.done():
+            continue
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

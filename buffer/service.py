@@ -32,6 +32,7 @@ from vagen.common.config import RunConfig, require
 from vagen.common.curve import load_key_pair
 from vagen.common.errors import ConfigError
 from vagen.common.logging import setup_logging
+from vagen.common.memory import keep_freed_memory
 from vagen.common.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
     require(0 <= shard < config.shards, "buffer --shard", shard, f"0 <= int < buffer.shards ({config.shards})")
     folder = buffer_dir(run_dir, shard)
     keys = Keys(run.name, Shard(shard, config.shards))
+    keep_freed_memory()
     setup_logging(run.log_level, folder / "buffer.log")
     stop_signal: list[int] = []
 

@@ -97,7 +97,9 @@ def _train(
     recipe: Mapping[str, Any], name: str, model: Path, run_dir: Path, redis: str, start_logging: Callable[[], None]
 ) -> None:
     from vagen.buffer.learner_store import LearnerStore
+    from vagen.common.memory import keep_freed_memory
 
+    keep_freed_memory()
     # Nobody should wait for torch's import to hear that the buffer is not there.
     LearnerStore.connect(redis, name).close()
     start_logging()
