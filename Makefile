@@ -3,11 +3,12 @@
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 2>/dev/null))
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+SGLANG := .sglang/.installed
 # One thread per process: two threads under contention are many times slower on small machines.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help dev demo test ci nightly fuzz check lint types packaging format bench-peers clean
+.PHONY: help dev demo test sglang-cpu test-sglang ci nightly fuzz check lint types packaging format bench-peers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,14 +24,23 @@ $(INSTALLED): pyproject.toml constraints.txt
 	mkdir -p .links && ln -sfn .. .links/vagen
 	touch $@
 
-demo: $(INSTALLED)  ## train the tiny model on FrozenLake with every process running; SEED=0, ARGS="--fresh"
-	$(BIN)/vagen demo --seed $(or $(SEED),0) $(ARGS)
+demo: $(INSTALLED) $(if $(filter sglang,$(ENGINE)),$(SGLANG))  ## train the tiny model on FrozenLake with every process running; SEED=0, ENGINE=sglang, ARGS="--fresh"
+	$(BIN)/vagen demo --seed $(or $(SEED),0) --engine $(or $(ENGINE),local) $(ARGS)
 
 test: $(INSTALLED)  ## unit and integration tests
 	$(BIN)/python -m pytest -m "not slow and not nightly" $(ARGS)
 
-ci: check  ## what continuous integration runs: check, all tests but the nightly ones
-	$(BIN)/python -m pytest -m "not nightly" $(ARGS)
+sglang-cpu: $(SGLANG)  ## install SGLang for CPUs into .sglang (2 GB), for test-sglang and for demo ENGINE=sglang
+
+$(SGLANG): tools/sglang_cpu/requirements.txt
+	flock .sglang.lock sh -c 'test $@ -nt $< || TORCH_INDEX_URL="$(TORCH_INDEX_URL)" tools/sglang_cpu/install.sh $(PYTHON) .sglang'
+
+test-sglang: $(INSTALLED) $(SGLANG)  ## the engine contract against real SGLang on this machine's CPU
+	$(BIN)/python -m pytest -m sglang tests/engine $(ARGS)
+
+ci: check $(SGLANG)  ## what continuous integration runs: check, all tests but the nightly ones, those with SGLang apart
+	$(BIN)/python -m pytest -m "not nightly and not sglang" $(ARGS)
+	$(BIN)/python -m pytest -m sglang tests/engine
 
 nightly: $(INSTALLED)  ## tests that take longer than five minutes
 	$(BIN)/python -m pytest -m nightly -s $(ARGS)
@@ -64,4 +74,4 @@ bench-peers: $(PEERS:%=.peers/%/done)  ## Pythons of the systems that `vagen ben
 	touch $@
 
 clean:  ## remove what make and the tests created, except runs/
-	rm -rf .venv .links .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .sglang .sglang.lock .links .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

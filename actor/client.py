@@ -17,9 +17,9 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import aiohttp
 import msgspec
-import xxhash
 
 from vagen.actor.rendering import ChatRenderer, Prompt
+from vagen.common.engines import incarnation_of
 from vagen.common.errors import (
     EngineAbortedError,
     EngineError,
@@ -27,6 +27,7 @@ from vagen.common.errors import (
     EngineUnavailableError,
 )
 from vagen.common.trajectory import EngineIdentity, SamplingParams
+from vagen.common.vocabulary import forbidding_bias
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,6 @@ _MAX_BACKOFF_S = 2.0
 _MAX_ABORTS_WITHOUT_PROGRESS = 8
 _SIDE_CALL_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
-_RESTART_SENSITIVE = ("random_seed", "nccl_port", "port")
-"""Server arguments that SGLang draws anew at each start; it announces no incarnation of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ class HttpEngineClient:
         info = self._decode(body, dict[str, Any])
         identity = EngineIdentity(
             kind=str(info.get("kind", "sglang")),
-            incarnation=str(info.get("incarnation") or _derive_incarnation(info)),
+            incarnation=incarnation_of(info),
             model_hash=str(info.get("model_hash") or self._renderer.model_hash),
             tokenizer_hash=self._renderer.tokenizer_hash,
         )
@@ -217,6 +216,9 @@ class HttpEngineClient:
             # Only evaluation samples otherwise, and not every engine knows all of them.
             if getattr(sampling, name) != getattr(plain, name):
                 body["sampling_params"][name] = getattr(sampling, name)
+        if self._renderer.vision is not None:
+            bias = forbidding_bias(self._renderer.vision.forbidden_token_ids)
+            body["sampling_params"]["logit_bias"] = bias
         if prompt.pictures:
             body["image_data"] = [picture.base64 for picture in prompt.pictures]
         return body
@@ -227,16 +229,18 @@ class HttpEngineClient:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise EngineUnavailableError(f"{self.url}: no answer within the time-out")
+            # A new id each time: the engine may still hold the request whose answer was lost.
+            rid = f"{body['rid']}.{attempt}"
             try:
-                # A new id each time: the engine may still hold the request whose answer was lost.
-                return await self._call("POST", "/generate", {**body, "rid": f"{body['rid']}.{attempt}"}, left)
+                return await self._call("POST", "/generate", {**body, "rid": rid}, left)
             except EngineUnavailableError as error:
+                # Its answer was lost; by its own id, since SGLang knows no prefixes of ids.
+                await self.abort(rid)
                 if attempt == self._retries or time.monotonic() >= deadline:
-                    await self.abort(str(body["rid"]))
                     raise
                 logger.warning("generation %s, try %d of %d: %s", body["rid"], attempt + 1, self._retries + 1, error)
             except asyncio.CancelledError:
-                await asyncio.shield(self.abort(str(body["rid"])))
+                await asyncio.shield(self.abort(rid))
                 raise
             await _back_off(attempt + 1, deadline, f"{self.url}: unreachable")
             await self._check_incarnation(incarnation)
@@ -311,10 +315,6 @@ class HttpEngineClient:
         if len(versions) != num_tokens:
             raise EngineError(f"{self.url}: weight_versions cover {len(versions)} of {num_tokens} tokens")
         return versions
-
-
-def _derive_incarnation(info: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest("|".join(f"{key}={info.get(key)}" for key in _RESTART_SENSITIVE).encode())
 
 
 async def _back_off(failures: int, deadline: float, what: str) -> None:

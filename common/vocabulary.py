@@ -7,12 +7,15 @@ softmax.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import VisionTokens
 
+_NEVER = -1e9
+"""An addend to a logit that leaves no probability in float32; JSON has no infinity."""
 _TOKEN_NAMES = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _CONFIG_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
@@ -37,6 +40,11 @@ def vision_tokens(model_dir: str | Path) -> VisionTokens | None:
         forbidden_token_ids=tuple(sorted(token for token in forbidden if token is not None)),
         merge_size=(config.get("vision_config") or {}).get("spatial_merge_size", 2),
     )
+
+
+def forbidding_bias(token_ids: Iterable[int]) -> dict[str, float]:
+    """`logit_bias` of a generation request under which none of these tokens is sampled, nor counts in the softmax."""
+    return {str(token): _NEVER for token in token_ids}
 
 
 def read_model_json(path: Path) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 For each engine, all at the same time and each within `broadcast_timeout_s` (`_Visit`):
 
-    /server_info -> (new engine or new incarnation: build a group of two) -> pause -> begin
+    /server_info -> (new engine or new incarnation: build a group) -> pause -> begin
     -> for each bucket: announcement over HTTP and broadcast, side by side -> end -> continue -> compare checksums
 
-The topology is a star: one group of two members per engine, kept between publishes, each over a connection of its own
-to the one store of this process, so that an engine that is dead or hangs blocks nothing but itself. Whatever fails, an
-engine that was asked to pause is asked to continue; one that cannot even be asked resumes by itself
-(`engine.pause_timeout_s`). An engine that fails is dropped with its group. What counts as published is a checksum,
-never the return of a send. Does not know which engines exist, who may take traffic, or where the tensors come from.
+The topology is a star: one group per engine (this process and the engine's ranks), kept between publishes, each over a
+connection of its own to the one store of this process, so that an engine that is dead or hangs blocks nothing but
+itself. Whatever fails, an engine that was asked to pause is asked to continue; the local engine resumes by itself when
+it cannot even be asked (`engine.pause_timeout_s`). An engine that fails is dropped with its group. What counts as
+published is a checksum, never the return of a send (`vagen.learner.engine_checksums`). Does not know which engines
+exist, who may take traffic, or where the tensors come from.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 from torch import Tensor
 
-from vagen.common.errors import BroadcastError, ConfigError
+from vagen.common.errors import BroadcastError, ConfigError, EngineRefusedError
 from vagen.common.weight_transfer import (
     broadcast,
     combined_checksum,
@@ -34,6 +36,7 @@ from vagen.common.weight_transfer import (
     tensor_checksum,
 )
 from vagen.learner.config import BroadcastConfig
+from vagen.learner.engine_checksums import can_compare, require_equal
 from vagen.learner.engine_control import EngineControl, ProbeAnswer, ProbePrompt, open_session, probe_engine
 from vagen.learner.engine_links import EngineLinks, Link, side_by_side
 
@@ -41,7 +44,8 @@ __all__ = ["Broadcaster", "ProbeAnswer", "ProbePrompt", "PublishReport", "checks
 
 logger = logging.getLogger(__name__)
 
-_TIED_HEAD = "lm_head.weight"
+_HALF_NEW = "incomplete"
+"""Version of an engine with which an update failed: no number, so that no actor takes a token of it."""
 _TRANSFER_SHARE, _RESUME_SHARE = 0.8, 0.9
 """Of the time-out: when the transfer must have ended, and when the attempt to continue must have."""
 
@@ -106,6 +110,9 @@ class Broadcaster:
         """Leave all groups."""
         self._links.close()
 
+    def _control(self, session: aiohttp.ClientSession, url: str) -> EngineControl:
+        return EngineControl(session, url, key=self._config.api_key, admin_key=self._config.admin_api_key)
+
     async def _publish(
         self, tensors: Sequence[tuple[str, Tensor]], version: str, engines: Sequence[str]
     ) -> PublishReport:
@@ -122,7 +129,7 @@ class Broadcaster:
                 threads=threads,
             )
             async with open_session() as session:
-                controls = [EngineControl(session, url, self._config.admin_api_key) for url in engines]
+                controls = [self._control(session, url) for url in engines]
                 visits = [_Visit(control, delivery, self._links, self._config) for control in controls]
                 failures = await asyncio.gather(*(visit.run() for visit in visits))
             by_url = dict(zip(engines, failures, strict=True))
@@ -164,6 +171,7 @@ class _Visit:
         self._info: dict[str, Any] = {}
         self._asked_to_pause_at: float | None = None
         self._buckets_done = 0
+        self._has_begun = False
 
     async def run(self) -> str | None:
         """Stage and reason of the failure, or None: the engine has the weights."""
@@ -200,7 +208,8 @@ class _Visit:
         self._asked_to_pause_at = time.monotonic()
         await engine.post("/pause_generation", {"mode": self._config.pause_mode})
         self._stage = "begin"
-        await engine.post("/begin_weight_update")
+        await self._begin()
+        self._has_begun = True
         for index in range(len(buckets)):
             self._stage = f"bucket {index + 1} of {len(buckets)}"
             is_last = index == len(buckets) - 1
@@ -221,6 +230,15 @@ class _Visit:
         self._stage = "end"
         await engine.post("/end_weight_update")
 
+    async def _begin(self) -> None:
+        """Open an update; one that a publish before this left open is closed first."""
+        try:
+            await self._engine.post("/begin_weight_update")
+        except EngineRefusedError:
+            # SGLang keeps an update open until it is ended, whoever began it.
+            await self._engine.post("/end_weight_update")
+            await self._engine.post("/begin_weight_update")
+
     def _sending(self, link: Link, index: int) -> Callable[[], None]:
         def send() -> None:
             flat = self._delivery.buckets.get(index)
@@ -228,12 +246,20 @@ class _Visit:
 
         return send
 
+    @property
+    def _may_be_half_new(self) -> bool:
+        """Whether a failed transfer may have changed the weights in force."""
+        return self._has_begun and self._info.get("kind") != "local"
+
     async def _resume(self, failure: str | None) -> None:
         """Let the engine go on, whatever happened after it was asked to pause."""
         if self._asked_to_pause_at is None:
             return
         if failure is None:
             self._stage = "continue"
+        elif self._may_be_half_new:
+            # SGLang has no staging: what it samples until the next publish is of no policy version.
+            await self._engine.post("/update_weight_version", {"new_version": _HALF_NEW, "abort_all_requests": False})
         await self._engine.post("/continue_generation")
         self.stall_s = time.monotonic() - self._asked_to_pause_at
 
@@ -245,23 +271,16 @@ class _Visit:
         if version != self._delivery.version:
             raise BroadcastError(f"the engine reports version {version} instead of {self._delivery.version}")
         answer = await self._engine.post("/weights_checker", {"action": "checksum"})
-        if self._info.get("kind") != "local":
-            # SGLang hashes its own, fused tensors its own way: there is nothing here to compare them with.
-            return
-        theirs: dict[str, str] = answer["ranks"][0]["checksums"]
-        differing = sorted(
-            name
-            for name, digest in ours.items()
-            if theirs.get(name) != digest and not (name == _TIED_HEAD and name not in theirs)
-        )
-        if differing:
-            raise BroadcastError(f"{len(differing)} of {len(ours)} tensors differ, first {differing[0]}")
+        if can_compare(self._info):
+            tensors = self._delivery.buckets.tensors
+            await asyncio.wrap_future(self._delivery.threads.submit(require_equal, self._info, answer, tensors, ours))
 
 
 class _Buckets:
     """The tensors in flattened buckets, made when the first engine wants one and freed after the last has had it."""
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int, num_consumers: int) -> None:
+        self.tensors = tensors
         self._members = _partition(tensors, bucket_bytes)
         self._lock = threading.Lock()
         self._flat: dict[int, Tensor] = {}

@@ -13,13 +13,14 @@ from typing import Any
 import aiohttp
 
 from vagen.common.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from vagen.common.vocabulary import forbidding_bias
 from vagen.learner.config import BroadcastConfig
 
-__all__ = ["EngineControl", "ProbeAnswer", "ProbePrompt", "incarnation_of", "open_session", "probe_engine"]
+__all__ = ["EngineControl", "ProbeAnswer", "ProbePrompt", "open_session", "probe_engine"]
 
 _PROBE_TOKENS = 16
-_RESTART_SENSITIVE = ("random_seed", "nccl_port", "port")
-"""What SGLang draws anew at each start; it announces no incarnation of its own."""
+_OPEN_TO_ACTORS = ("/generate", "/server_info", "/model_info")
+"""Of the engine's paths, those that the generation key opens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class ProbePrompt:
 
     token_ids: tuple[int, ...]
     images: tuple[str, ...] = ()
+    forbidden_token_ids: tuple[int, ...] = ()
+    """Never sampled."""
     temperature: float = 1.0
 
 
@@ -37,15 +40,21 @@ class ProbeAnswer:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    num_prompt_tokens: int = -1
+    """As the engine counted them, images expanded; -1 where it does not say."""
 
 
 class EngineControl:
     """One engine's HTTP. Has no time-outs: bound every call with `asyncio.timeout`."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, key: str | None) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, *, key: str | None = None, admin_key: str | None = None
+    ) -> None:
+        """`key` is for generation and information, `admin_key` for the rest: SGLang takes neither for the other."""
         self.url = url
         self._session = session
-        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        self._key = key
+        self._admin_key = admin_key if admin_key is not None else key
 
     async def get(self, path: str) -> dict[str, Any]:
         """The answer's body. Raises EngineRefusedError (4xx) or EngineUnavailableError."""
@@ -56,8 +65,10 @@ class EngineControl:
         return await self._request("POST", path, dict(body or {}))
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        key = self._key if path in _OPEN_TO_ACTORS else self._admin_key
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         try:
-            async with self._session.request(method, self.url + path, json=body, headers=self._headers) as answer:
+            async with self._session.request(method, self.url + path, json=body, headers=headers) as answer:
                 if answer.status == 200:
                     # SGLang answers some of these with an empty body.
                     content = await answer.json(content_type=None) if answer.content_length != 0 else {}
@@ -70,11 +81,6 @@ class EngineControl:
         raise EngineUnavailableError(f"{path}: {answer.status} {text}")
 
 
-def incarnation_of(info: Mapping[str, Any]) -> str:
-    """What tells one start of an engine from the next, from its `/server_info`."""
-    return str(info.get("incarnation") or "|".join(str(info.get(key)) for key in _RESTART_SENSITIVE))
-
-
 def open_session() -> aiohttp.ClientSession:
     """A session without time-outs or limits of its own: the callers bound what they wait for."""
     return aiohttp.ClientSession(
@@ -82,7 +88,9 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-def probe_engine(url: str, prompts: Sequence[ProbePrompt], version: int, config: BroadcastConfig) -> list[ProbeAnswer]:
+def probe_engine(
+    url: str, prompts: Sequence[ProbePrompt], version: int | str, config: BroadcastConfig
+) -> list[ProbeAnswer]:
     """Sample every prompt once on the engine at `url`, all at the same time. Blocks, at most `broadcast_timeout_s`.
 
     Raises EngineRefusedError, EngineUnavailableError (also for the time-out), or EngineError when an answer is not
@@ -91,7 +99,7 @@ def probe_engine(url: str, prompts: Sequence[ProbePrompt], version: int, config:
 
     async def sample_all() -> list[ProbeAnswer]:
         async with open_session() as session:
-            control = EngineControl(session, url, config.api_key)
+            control = EngineControl(session, url, key=config.api_key)
             async with asyncio.timeout(config.broadcast_timeout_s):
                 answers = await asyncio.gather(*(control.post("/generate", _probe_body(p)) for p in prompts))
         return [_parse_probe(url, answer, str(version)) for answer in answers]
@@ -106,7 +114,11 @@ def _probe_body(prompt: ProbePrompt) -> dict[str, Any]:
     return {
         "input_ids": list(prompt.token_ids),
         "image_data": list(prompt.images) or None,
-        "sampling_params": {"temperature": prompt.temperature, "max_new_tokens": _PROBE_TOKENS},
+        "sampling_params": {
+            "temperature": prompt.temperature,
+            "max_new_tokens": _PROBE_TOKENS,
+            "logit_bias": forbidding_bias(prompt.forbidden_token_ids),
+        },
         "return_logprob": True,
         "logprob_start_len": -1,
     }
@@ -125,4 +137,4 @@ def _parse_probe(url: str, answer: Mapping[str, Any], version: str) -> ProbeAnsw
             f"{url}: probe of version {version} was sampled by {sorted(versions)}, "
             f"{len(ids)} tokens with {len(logprobs)} log-probabilities"
         )
-    return ProbeAnswer(token_ids=ids, logprobs=logprobs)
+    return ProbeAnswer(token_ids=ids, logprobs=logprobs, num_prompt_tokens=int(meta.get("prompt_tokens", -1)))

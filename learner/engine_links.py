@@ -1,4 +1,4 @@
-"""Groups of two between this process and each engine, and waiting for both ends of one at the same time.
+"""Groups between this process and each engine, and waiting for both ends of one at the same time.
 
 Owns the store under the groups, their names and their lifetime. A group lives as long as one start of its engine, and
 its name is never used again.
@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 
-from vagen.common.errors import EngineUnavailableError
+from vagen.common.engines import incarnation_of
+from vagen.common.errors import EngineError, EngineUnavailableError
 from vagen.common.weight_transfer import connect_store, join_group, leave_group
-from vagen.learner.engine_control import EngineControl, incarnation_of
+from vagen.learner.engine_control import EngineControl
 
 __all__ = ["EngineLinks", "Link", "address_towards", "side_by_side"]
 
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Link:
-    """A group of two with one start of one engine; this process is rank 0."""
+    """A group with one start of one engine; this process is rank 0, the engine's tensor-parallel ranks follow."""
 
     name: str
     incarnation: str
@@ -54,7 +55,7 @@ class EngineLinks:
     async def get(
         self, engine: EngineControl, info: Mapping[str, Any], is_cuda: bool, threads: ThreadPoolExecutor
     ) -> Link:
-        """The group with this engine, built anew when the engine is not the one that it was built with.
+        """The group with this engine and all its ranks, built anew when it is not the one that it was built with.
 
         Raises EngineError or RuntimeError when the engine does not join.
         """
@@ -67,16 +68,17 @@ class EngineLinks:
         name = f"vagen-{self._token}-{self._generation}"
         backend = "nccl" if is_cuda and not str(info.get("device", "cuda")).startswith("cpu") else "gloo"
         address, port = address_towards(engine.url), self._listening_port()
+        world_size = 1 + _num_ranks(engine.url, info)
 
         def join() -> ProcessGroup:
             store = connect_store(address, port, self._timeout_s)
-            return join_group(store, name, rank=0, world_size=2, backend=backend, timeout_s=self._timeout_s)
+            return join_group(store, name, rank=0, world_size=world_size, backend=backend, timeout_s=self._timeout_s)
 
         request = {
             "master_address": address,
             "master_port": port,
             "rank_offset": 1,
-            "world_size": 2,
+            "world_size": world_size,
             "group_name": name,
             "backend": backend,
         }
@@ -141,6 +143,14 @@ def address_towards(url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise EngineUnavailableError(f"{url}: no route: {error}") from error
+
+
+def _num_ranks(url: str, info: Mapping[str, Any]) -> int:
+    """How many processes of the engine take part in an update. Raises EngineError for layouts that cannot be served."""
+    for name in ("pp_size", "dp_size"):
+        if info.get(name, 1) != 1:
+            raise EngineError(f"{url}: {name} is {info[name]}; weights can be published to engines with {name} 1")
+    return int(info.get("tp_size", 1))
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

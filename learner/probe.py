@@ -60,6 +60,7 @@ class Probe:
             ProbePrompt(
                 token_ids=_collapsed(prompt, vision.image_token_id),
                 images=tuple(prompt.encoded[image.content_hash] for image in prompt.images),
+                forbidden_token_ids=vision.forbidden_token_ids,
                 temperature=self.temperature,
             )
             for prompt in self._prompts

@@ -10,6 +10,7 @@ import typer
 
 from vagen.tools.buffer_commands import buffer_app
 from vagen.tools.console import user_errors
+from vagen.tools.engine_commands import doctor_app, serve_sglang
 from vagen.tools.keys import app as keys_app
 from vagen.tools.replay_command import replay
 
@@ -48,6 +49,8 @@ app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.command("replay")(replay)
+app.add_typer(doctor_app, name="doctor")
+app.command("sglang")(serve_sglang)
 
 Config = Annotated[str, typer.Option("--config", metavar="RECIPE", help="A yaml file, or the name of a shipped one.")]
 Overrides = Annotated[
@@ -62,6 +65,9 @@ def demo(
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/demo-seedN by default.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of that folder.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run of that folder first.")] = False,
+    engine: Annotated[
+        str | None, typer.Option(metavar="local|sglang", help="sglang needs `make sglang-cpu`.  [default: local]")
+    ] = None,
     overrides: Overrides = None,
     no_screen: Annotated[bool, typer.Option("--no-screen", help="Log lines instead of the live screen.")] = False,
 ) -> None:
@@ -72,6 +78,8 @@ def demo(
       vagen demo --seed 1
 
       vagen demo --seed 1 --resume
+
+      vagen demo --engine sglang --run-dir runs/sglang
 
       vagen demo --fresh --set learner.total_steps=5 --set demo.levels=100 --no-screen
 
@@ -87,7 +95,13 @@ def demo(
         from vagen.tools.screen import LiveView, LogView, View
 
         options = DemoOptions(
-            config=config, seed=seed, run_dir=run_dir, resume=resume, fresh=fresh, overrides=overrides or ()
+            config=config,
+            seed=seed,
+            run_dir=run_dir,
+            resume=resume,
+            fresh=fresh,
+            overrides=overrides or (),
+            engine=engine,
         )
         with prepare(options) as prepared:
             is_screen = sys.stdout.isatty() and not no_screen
@@ -238,17 +252,6 @@ def config_check(
 
         validate_recipe(read_recipe(recipe, overrides or ()))
     typer.echo(f"{recipe}: valid")
-
-
-@app.command()
-def doctor() -> None:
-    """Say what this machine offers, and what is missing; exit code 1 when something needed is."""
-    from vagen.tools.doctor import examine
-
-    findings = examine()
-    for finding in findings:
-        typer.echo(f"{'ok ' if finding.ok else 'NO '} {finding.name:<12} {finding.text}")
-    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
 def _log_sft_step(progress: SFTProgress) -> None:

@@ -25,6 +25,7 @@ from vagen.common.vision import Grid, ImageSpec, mrope_positions, preprocess_ima
 __all__ = ["BadRequest", "GenerateBody", "ImageInput", "Request", "RequestFactory", "SamplingParams"]
 
 _MAX_SEED = 1 << 63
+_FORBIDDING = 1e9
 
 
 class BadRequest(Exception):
@@ -42,6 +43,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     """Neither the model's end token nor `stop_token_ids` end the generation, as in SGLang."""
     sampling_seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    """Addends to logits by token id. Only vision tokens, which this engine never samples, and to forbid them."""
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     """Keeps the stop token in `text`; `output_ids` always contain it."""
@@ -220,6 +223,10 @@ class RequestFactory:
         _require(seed is None or 0 <= seed < _MAX_SEED, "sampling_params.sampling_seed", seed, "int in [0, 2^63)")
         for token in params.stop_token_ids or ():
             self._require_token(token, "sampling_params.stop_token_ids")
+        never = self._vision_tokens.forbidden_token_ids if self._vision_tokens is not None else ()
+        for name, bias in (params.logit_bias or {}).items():
+            is_redundant = name.isdecimal() and int(name) in never and bias <= -_FORBIDDING
+            _require(is_redundant, f"sampling_params.logit_bias[{name}]", bias, f"-1e9 for one of the tokens {never}")
         _require(bool(body.input_ids), "input_ids", body.input_ids, "at least one token")
         _require(len(body.input_ids) < self._max_context, "input_ids", len(body.input_ids), f"< {self._max_context}")
         self._require_token(min(body.input_ids), "input_ids")

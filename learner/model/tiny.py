@@ -42,7 +42,11 @@ def save_tiny_model(
     target.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, Tokenizer):
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<|im_end|>", clean_up_tokenization_spaces=False
+            tokenizer_object=tokenizer,
+            eos_token="<|im_end|>",
+            # SGLang's processor of pictures asks for one.
+            pad_token="<|im_end|>",
+            clean_up_tokenization_spaces=False,
         )
     if chat_template is not None:
         tokenizer.chat_template = chat_template

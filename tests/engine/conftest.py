@@ -1,4 +1,4 @@
-"""Engine processes on a tiny Qwen2.5-VL, a client for them, and transformers' own model as the reference.
+"""Engine processes on a tiny Qwen2.5-VL or Qwen2, a client for them, and transformers' own model as the reference.
 
 Tests are no package to import from: what they need of this file comes through the fixture `lab`.
 """
@@ -6,7 +6,7 @@ Tests are no package to import from: what they need of this file comes through t
 from __future__ import annotations
 
 import base64
-import io
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,85 +18,36 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
-from vagen.common.vision import ImageSpec, preprocess_image
+from vagen.common.errors import ConfigError
+from vagen.common.vocabulary import forbidding_bias
 from vagen.learner.broadcast import Broadcaster, PublishReport
 from vagen.learner.config import BroadcastConfig
+from vagen.tools.launch import free_port
+from vagen.tools.sglang_cpu.serve import sglang_python
 
-IMAGE, VIDEO, VISION_START, VISION_END, EOS = 1, 2, 3, 4, 5
-VOCAB = 96
+
+def load_module(name: str) -> ModuleType:
+    """A module beside this file."""
+    spec = importlib.util.spec_from_file_location(f"vagen_test_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = load_module("tiny_models")
 API_KEY, ADMIN_KEY = "generate-key", "admin-key"
 BROADCAST_TIMEOUT_S = 4.0
 
 torch.set_num_threads(1)
-
-
-def build_model(folder: Path, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
-    """A tiny model with random biases and norms (transformers would leave them 0 and 1) and one windowed block."""
-    torch.manual_seed(seed)
-    config = Qwen2_5_VLConfig(
-        text_config=dict(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 3, 3]),
-            initializer_range=0.08,
-            bos_token_id=None,
-            eos_token_id=EOS,
-            pad_token_id=None,
-        ),
-        vision_config=dict(
-            depth=2,
-            hidden_size=32,
-            intermediate_size=64,
-            num_heads=2,
-            out_hidden_size=64,
-            patch_size=14,
-            window_size=56,
-            fullatt_block_indexes=[1],
-            initializer_range=0.08,
-        ),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=True,
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    ImageSpec(max_pixels=56 * 56 * 8).save(folder)
-    return model
-
-
-def make_png(seed: int, width: int = 56, height: int = 56) -> bytes:
-    """An encoded image of random blocks."""
-    blocks = np.random.default_rng(seed).integers(0, 256, (height // 14, width // 14, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(blocks.repeat(14, 0).repeat(14, 1)).save(file, "PNG")
-    return file.getvalue()
-
-
-def engine_weights(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters under SGLang's names, spelt out here a second time on purpose."""
-    return [
-        (name.replace("model.language_model.", "model.").replace("model.visual.", "visual."), parameter.data)
-        for name, parameter in model.named_parameters()
-    ]
 
 
 @dataclass
@@ -106,12 +57,15 @@ class EngineHandle:
     url: str
     api_key: str | None
     admin_key: str | None
-    reference: Qwen2_5_VLForConditionalGeneration
+    reference: Any
     process: subprocess.Popen[bytes] | None = None
+    model_dir: Path = Path()
     forbidden: Sequence[int] = ()
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64))
 
-    def call(self, path: str, body: object = None, *, key: str | None = None, timeout_s: float = 60) -> tuple[int, Any]:
+    def call(
+        self, path: str, body: object = None, *, key: str | None = None, timeout_s: float = 120
+    ) -> tuple[int, Any]:
         """Status and parsed body; POST where there is a body."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -130,13 +84,17 @@ class EngineHandle:
         return answer
 
     def generate(self, ids: Sequence[int], images: Sequence[bytes] = (), **params: Any) -> dict[str, Any]:
-        """Answer to a generation, which must succeed; `rid` apart, keywords are sampling parameters."""
+        """Answer to a generation, which must succeed; `rid` apart, keywords are sampling parameters.
+
+        Vision tokens are forbidden, as an actor does.
+        """
         body: dict[str, Any] = {"input_ids": list(ids), "return_logprob": True}
         if "rid" in params:
             body["rid"] = params.pop("rid")
         if images:
             body["image_data"] = [base64.b64encode(image).decode() for image in images]
         body["sampling_params"] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True} | params
+        body["sampling_params"].setdefault("logit_bias", forbidding_bias(self.forbidden))
         status, answer = self.call("/generate", body, key=self.api_key)
         assert status == 200, answer
         return answer
@@ -170,9 +128,9 @@ class EngineHandle:
         """Version of the weights that the engine reports."""
         return str(self.call("/model_info", key=self.api_key)[1]["weight_version"])
 
-    def perturbed(self, scale: float = 0.05, only: str = "") -> Qwen2_5_VLForConditionalGeneration:
+    def perturbed(self, scale: float = 0.05, only: str = "") -> Any:
         """A copy of the reference with other weights."""
-        model = Qwen2_5_VLForConditionalGeneration(self.reference.config).float().eval()
+        model = type(self.reference)(self.reference.config).float().eval()
         model.load_state_dict(self.reference.state_dict())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -181,65 +139,23 @@ class EngineHandle:
         return model
 
 
-def logprobs_of(
-    model: Qwen2_5_VLForConditionalGeneration,
-    ids: Sequence[int],
-    images: Sequence[bytes],
-    output: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    forbidden: Sequence[int] = (),
-) -> list[float]:
-    """Log-probabilities of `output` after the prompt, by transformers' own forward pass."""
-    with torch.no_grad():
-        inputs = model_inputs(model, ids, images, output)
-        logits = model(**inputs).logits[0]
-    return gather_logprobs(logits[-len(output) - 1 : -1], output, temperature, forbidden)
-
-
-def gather_logprobs(
-    logits: torch.Tensor, output: Sequence[int], temperature: float, forbidden: Sequence[int]
-) -> list[float]:
-    """Of the tokens `output` [T] under logits [T, V]."""
-    logits = logits.clone()
-    logits[:, list(forbidden)] = -torch.inf
-    scored = torch.log_softmax(logits / temperature, -1)
-    return scored.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
-
-
-def model_inputs(
-    model: Qwen2_5_VLForConditionalGeneration, ids: Sequence[int], images: Sequence[bytes], output: Sequence[int]
-) -> dict[str, Any]:
-    spec = ImageSpec(max_pixels=56 * 56 * 8)
-    decoded = [preprocess_image(image, spec) for image in images]
-    expanded: list[int] = []
-    grids = iter(grid for _, grid in decoded)
-    for token in ids:
-        expanded += [token] * (spec.num_tokens(next(grids)) if token == IMAGE else 1)
-    row = torch.tensor([[*expanded, *output]])
-    inputs: dict[str, Any] = {"input_ids": row, "mm_token_type_ids": (row == IMAGE).int()}
-    if images:
-        inputs["pixel_values"] = torch.cat([patches for patches, _ in decoded])
-        inputs["image_grid_thw"] = torch.tensor([grid for _, grid in decoded])
-    return inputs
-
-
 class Lab:
     """What tests use of this file."""
 
-    image, video, vision_start, vision_end, eos, vocab = IMAGE, VIDEO, VISION_START, VISION_END, EOS, VOCAB
+    image, video, vision_start, vision_end = tiny.IMAGE, tiny.VIDEO, tiny.VISION_START, tiny.VISION_END
+    eos, vocab = tiny.EOS, tiny.VOCAB
     api_key, admin_key, broadcast_timeout_s = API_KEY, ADMIN_KEY, BROADCAST_TIMEOUT_S
     handle = EngineHandle
-    png = staticmethod(make_png)
-    weights = staticmethod(engine_weights)
-    logprobs_of = staticmethod(logprobs_of)
-    gather_logprobs = staticmethod(gather_logprobs)
-    inputs = staticmethod(model_inputs)
+    png = staticmethod(tiny.make_png)
+    weights = staticmethod(tiny.engine_weights)
+    logprobs_of = staticmethod(tiny.logprobs_of)
+    gather_logprobs = staticmethod(tiny.gather_logprobs)
+    inputs = staticmethod(tiny.model_inputs)
 
     @staticmethod
     def image_prompt(*text: int) -> list[int]:
         """A prompt with one image."""
-        return [10, 20, VISION_START, IMAGE, VISION_END, *text]
+        return [10, 20, tiny.VISION_START, tiny.IMAGE, tiny.VISION_END, *text]
 
     @staticmethod
     def reported(answer: dict[str, Any]) -> list[float]:
@@ -266,7 +182,7 @@ def lab() -> type[Lab]:
 class EngineStarter:
     """Starts engine processes and ends them."""
 
-    def __init__(self, model_dir: Path, reference: Qwen2_5_VLForConditionalGeneration, folder: Path) -> None:
+    def __init__(self, model_dir: Path, reference: PreTrainedModel, folder: Path) -> None:
         self._model_dir = model_dir
         self._reference = reference
         self._folder = folder
@@ -290,7 +206,8 @@ class EngineStarter:
                 admin_key=config.get("admin_api_key"),
                 reference=self._reference,
                 process=process,
-                forbidden=(IMAGE, VIDEO, VISION_START, VISION_END),
+                model_dir=self._model_dir,
+                forbidden=tiny.forbidden_of(self._reference),
             )
             self._handles.append(handle)
             handles.append(handle)
@@ -314,11 +231,76 @@ class EngineStarter:
             handle.threads.shutdown(wait=False)
 
 
+class SGLangStarter:
+    """Starts real SGLang from the environment of `make sglang-cpu`, each kind once, and ends it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._handles: dict[tuple[Any, ...], EngineHandle] = {}
+
+    def __call__(self, model_dir: Path, reference: PreTrainedModel, *words: str) -> EngineHandle:
+        """The engine, once it serves; `words` are options of `vagen sglang`. Skips the test where there is none."""
+        try:
+            sglang_python()
+        except ConfigError as error:
+            pytest.skip(str(error))
+        key = (model_dir, *words)
+        if key not in self._handles:
+            self._handles[key] = self._start(model_dir, reference, words, self._folder / f"{len(self._handles)}")
+        return self._handles[key]
+
+    def _start(self, model_dir: Path, reference: PreTrainedModel, words: Sequence[str], place: Path) -> EngineHandle:
+        ready, log = place.with_suffix(".json"), place.with_suffix(".log")
+        command = [sys.executable, "-m", "vagen.tools.cli", "sglang", "--model", str(model_dir)]
+        command += ["--port", str(free_port()), "--ready-file", str(ready)]
+        command += ["--api-key", API_KEY, "--admin-api-key", ADMIN_KEY, *words]
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file)
+        while not ready.exists():
+            # The launcher gives up by itself when SGLang does not come up in time.
+            assert process.poll() is None, log.read_text()[-5000:]
+            time.sleep(0.1)
+        return EngineHandle(
+            url=json.loads(ready.read_text())["url"],
+            api_key=API_KEY,
+            admin_key=ADMIN_KEY,
+            reference=reference,
+            process=process,
+            model_dir=model_dir,
+            forbidden=tiny.forbidden_of(reference),
+        )
+
+    def stop_all(self) -> None:
+        """End what still runs; SGLang needs to be asked, or its schedulers stay."""
+        for handle in self._handles.values():
+            assert handle.process is not None
+            handle.process.terminate()
+        for handle in self._handles.values():
+            assert handle.process is not None
+            handle.process.wait(60)
+            handle.threads.shutdown(wait=False)
+
+
+@pytest.fixture(scope="session")
+def start_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangStarter]:
+    """Starts SGLang; it ends with the session."""
+    starter = SGLangStarter(tmp_path_factory.mktemp("sglang"))
+    yield starter
+    starter.stop_all()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2_5_VLForConditionalGeneration]:
     """Folder and model."""
     folder = tmp_path_factory.mktemp("tiny")
-    return folder, build_model(folder)
+    return folder, tiny.build_model(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_text_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2ForCausalLM]:
+    """Folder and model."""
+    folder = tmp_path_factory.mktemp("tiny-text")
+    return folder, tiny.build_text_model(folder)
 
 
 @pytest.fixture(scope="session")
@@ -331,15 +313,27 @@ def start_engines(
     starter.stop_all()
 
 
+@pytest.fixture(scope="session")
+def start_text_engines(
+    tiny_text_model: tuple[Path, Qwen2ForCausalLM], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineStarter]:
+    """Starts engines on the tiny text model; all end with the session."""
+    starter = EngineStarter(*tiny_text_model, tmp_path_factory.mktemp("text-engines"))
+    yield starter
+    starter.stop_all()
+
+
 @pytest.fixture
 def publish_to() -> Iterator[Callable[..., PublishReport]]:
     """Publishes a model's weights to one engine in a given pause mode, which must succeed."""
     trainers: dict[str, Broadcaster] = {}
 
     def publish(engine: EngineHandle, model: torch.nn.Module, version: str, mode: str = "retract") -> PublishReport:
-        config = BroadcastConfig(pause_mode=mode, broadcast_timeout_s=20.0, admin_api_key=engine.admin_key)
+        config = BroadcastConfig(
+            pause_mode=mode, broadcast_timeout_s=60.0, api_key=engine.api_key, admin_api_key=engine.admin_key
+        )
         trainer = trainers.setdefault(mode, Broadcaster(config))
-        report = trainer.publish(engine_weights(model), version, [engine.url])
+        report = trainer.publish(tiny.engine_weights(model), version, [engine.url])
         assert report.ok == (engine.url,), report.failed
         return report
 

@@ -1,48 +1,77 @@
-"""What every engine must do, whoever made it: run against the local engine, or against one that the environment names.
+"""What every engine must do, whoever made it: run against the local engine and real SGLang (`make test-sglang`).
 
-VAGEN_TEST_ENGINE_URL, VAGEN_TEST_ENGINE_MODEL (folder of `build_model`, whose weights the engine serves),
-VAGEN_TEST_ENGINE_KEY and VAGEN_TEST_ENGINE_ADMIN_KEY name a running engine.
+Instead of SGLang on this machine's CPU, VAGEN_TEST_ENGINE_URL, VAGEN_TEST_ENGINE_MODEL (its model folder, on a path
+that it can read too), VAGEN_TEST_ENGINE_KEY and VAGEN_TEST_ENGINE_ADMIN_KEY may name one that runs elsewhere.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen2_5_VLForConditionalGeneration
+
+from vagen.actor.client import HttpEngineClient
+from vagen.actor.messages import Message, Picture
+from vagen.actor.rendering import ChatRenderer
+from vagen.common.trajectory import SamplingParams
 
 TOLERANCE = 2e-5
 LONG = 1500
 """Tokens of a generation that is still running when weights arrive."""
+ENGINES = ["local", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)])]
 
 
-@pytest.fixture(scope="module")
-def engine(request, lab):
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request, lab, tiny_model):
+    """An engine with a vision-language model."""
     url = os.environ.get("VAGEN_TEST_ENGINE_URL")
-    if url is None:
+    if request.param == "local":
         start = request.getfixturevalue("start_engines")
         return start(api_key=lab.api_key, admin_api_key=lab.admin_key, max_running=32)[0]
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        Path(os.environ["VAGEN_TEST_ENGINE_MODEL"]), dtype=torch.float32
-    )
-    return lab.handle(
+    if url is None:
+        return request.getfixturevalue("start_sglang")(*tiny_model)
+    return named_engine(lab, url, Qwen2_5_VLForConditionalGeneration)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def text_engine(request, lab, tiny_text_model):
+    """An engine with a text model."""
+    if request.param == "local":
+        start = request.getfixturevalue("start_text_engines")
+        return start(api_key=lab.api_key, admin_api_key=lab.admin_key, max_running=32)[0]
+    url = os.environ.get("VAGEN_TEST_TEXT_ENGINE_URL")
+    if url is None:
+        return request.getfixturevalue("start_sglang")(*tiny_text_model)
+    return named_engine(lab, url, AutoModelForCausalLM)
+
+
+def named_engine(lab, url, kind):
+    """The engine of the environment, with the weights of its folder."""
+    folder = Path(os.environ["VAGEN_TEST_ENGINE_MODEL"])
+    engine = lab.handle(
         url=url,
         api_key=os.environ.get("VAGEN_TEST_ENGINE_KEY"),
         admin_key=os.environ.get("VAGEN_TEST_ENGINE_ADMIN_KEY"),
-        reference=model.eval(),
+        reference=kind.from_pretrained(folder, dtype=torch.float32).eval(),
+        model_dir=folder,
+        forbidden=(lab.image, lab.video, lab.vision_start, lab.vision_end) if kind is not AutoModelForCausalLM else (),
     )
+    engine.admin("/update_weights_from_disk", {"model_path": str(folder), "weight_version": "0"})
+    return engine
 
 
 @pytest.fixture
-def publish(engine, publish_to):
+def publish(publish_to):
     """Publishes new weights in a mode, and makes them the reference."""
-    versions = iter(range(int(engine.version()) + 1 if engine.version().isdigit() else 1, 10**9))
 
-    def go(model, mode="retract"):
-        version = str(next(versions))
+    def go(engine, model, mode="retract"):
+        version = str(int(engine.version()) + 1)
         publish_to(engine, model, version, mode)
         engine.reference = model
         return version
@@ -63,10 +92,56 @@ def test_logprobs_are_those_of_transformers(engine, lab, temperature, num_images
     answer = engine.generate(ids, images, max_new_tokens=20, temperature=temperature)
     assert len(answer["output_ids"]) == 20
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    # The images were seen: 4 and 6 tokens instead of a placeholder each.
+    assert answer["meta_info"]["prompt_tokens"] == len(ids) + [0, 3, 8][num_images]
     expected = lab.logprobs_of(
         engine.reference, ids, images, answer["output_ids"], temperature=temperature, forbidden=engine.forbidden
     )
     assert_close(lab.reported(answer), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_of_a_text_model(text_engine, lab, temperature):
+    answer = text_engine.generate([40, 41, 42], max_new_tokens=20, temperature=temperature)
+    expected = lab.logprobs_of(text_engine.reference, [40, 41, 42], [], answer["output_ids"], temperature=temperature)
+    assert_close(lab.reported(answer), expected)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_update_of_a_text_model_in_flight(text_engine, lab, publish, mode):
+    before, old = text_engine.reference, text_engine.version()
+    future = text_engine.submit([10, 11, 12], max_new_tokens=LONG)
+    text_engine.wait_running()
+    new = publish(text_engine, text_engine.perturbed(), mode)
+    answer = future.result(60)
+    spans = lab.spans(answer)
+    assert [version for version, _, _ in spans] == [old, new]
+    cut, output, reported = spans[0][2], answer["output_ids"], lab.reported(answer)
+    assert_close(reported[:cut], lab.logprobs_of(before, [10, 11, 12], [], output)[:cut])
+    recomputed = lab.logprobs_of(text_engine.reference, [10, 11, 12], [], output)[cut:]
+    if mode == "retract":
+        assert_close(reported[cut:], recomputed)
+    else:
+        assert max(abs(a - b) for a, b in zip(reported[cut:], recomputed, strict=True)) > 100 * TOLERANCE
+
+
+def test_ids_that_the_template_places_are_never_sampled_and_do_not_count(engine, lab):
+    # Near-uniform sampling: without the bias 4 of 96 ids would come up some 80 times in 2000 draws.
+    futures = [engine.submit([10 + i], temperature=100.0, max_new_tokens=500) for i in range(4)]
+    for i, future in enumerate(futures):
+        answer = future.result(60)
+        assert not set(answer["output_ids"]) & set(engine.forbidden)
+        expected = lab.logprobs_of(
+            engine.reference, [10 + i], [], answer["output_ids"], temperature=100.0, forbidden=engine.forbidden
+        )
+        assert_close(lab.reported(answer), expected)
+
+
+def test_pixels_matter(engine, lab):
+    ids = lab.image_prompt(30, 31)
+    answer = engine.generate(ids, [lab.png(1)])
+    other = lab.logprobs_of(engine.reference, ids, [lab.png(2)], answer["output_ids"], forbidden=engine.forbidden)
+    assert max(abs(a - b) for a, b in zip(lab.reported(answer), other, strict=True)) > 100 * TOLERANCE
 
 
 def test_greedy_takes_the_most_likely_token(engine, lab):
@@ -108,7 +183,7 @@ def test_update_reaches_text_and_an_image_seen_before(engine, lab, publish):
     engine.generate(ids, [image])
     for part in ("visual", "language_model"):
         before = engine.reference
-        version = publish(engine.perturbed(0.1, only=part))
+        version = publish(engine, engine.perturbed(0.1, only=part))
         answer = engine.generate(ids, [image])
         assert lab.spans(answer) == [(version, 0, 12)]
         output = answer["output_ids"]
@@ -125,7 +200,7 @@ def test_retract_recomputes_the_cache_and_splits_versions(engine, lab, publish):
     before, old = engine.reference, engine.version()
     future = engine.submit(ids, [image], max_new_tokens=LONG)
     engine.wait_running()
-    new = publish(engine.perturbed(), "retract")
+    new = publish(engine, engine.perturbed(), "retract")
     answer = future.result(60)
     spans = lab.spans(answer)
     assert [version for version, _, _ in spans] == [old, new]
@@ -142,7 +217,7 @@ def test_in_place_keeps_the_old_cache_and_splits_versions(engine, lab, publish):
     before, old = engine.reference, engine.version()
     future = engine.submit(ids, max_new_tokens=LONG)
     engine.wait_running()
-    new = publish(engine.perturbed(), "in_place")
+    new = publish(engine, engine.perturbed(), "in_place")
     answer = future.result(60)
     spans = lab.spans(answer)
     assert [version for version, _, _ in spans] == [old, new]
@@ -163,7 +238,7 @@ def test_abort_pause_ends_running_requests_with_what_they_have(engine, lab, publ
     old = engine.version()
     future = engine.submit([10, 11], max_new_tokens=LONG)
     engine.wait_running()
-    new = publish(engine.perturbed(), "abort")
+    new = publish(engine, engine.perturbed(), "abort")
     answer = future.result(60)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) < LONG
@@ -174,19 +249,48 @@ def test_abort_pause_ends_running_requests_with_what_they_have(engine, lab, publ
 def test_requests_wait_while_paused(engine, lab):
     engine.admin("/pause_generation", {"mode": "retract"})
     future = engine.submit([10, 11])
-    names = ("vagen_engine_waiting_requests", "sglang:num_queue_reqs")
-    engine.wait_until(lambda: engine.metric(*names) >= 1 or future.done(), "one waiting")
-    assert not future.done()
+    # A request of 12 tokens takes milliseconds.
+    with pytest.raises(NotYet):
+        future.result(2)
     engine.admin("/continue_generation", {})
     assert len(future.result(30)["output_ids"]) == 12
 
 
-def test_abort_by_prefix_of_the_id(engine, lab):
-    futures = {rid: engine.submit([10, 11], max_new_tokens=LONG, rid=rid) for rid in ("a.1", "a.2", "b.1")}
-    engine.wait_running(3)
-    engine.call("/abort_request", {"rid": "a."}, key=engine.admin_key)
+def test_abort_by_id(engine, lab):
+    futures = {rid: engine.submit([10, 11], max_new_tokens=LONG, rid=rid) for rid in ("a.1", "b.1")}
+    engine.wait_running(2)
+    assert engine.call("/abort_request", {"rid": "a.1"}, key=engine.admin_key)[0] == 200
     reasons = {rid: future.result(60)["meta_info"]["finish_reason"]["type"] for rid, future in futures.items()}
-    assert reasons == {"a.1": "abort", "a.2": "abort", "b.1": "length"}
+    assert reasons == {"a.1": "abort", "b.1": "length"}
+
+
+def test_an_actor_goes_on_from_an_aborted_generation_with_both_versions(engine, lab, publish):
+    renderer = ChatRenderer.load(engine.model_dir)
+    prompt = renderer.render((Message("user", (Picture(lab.png(4), (56, 56)), "w30")),))
+    before, old = engine.reference, engine.version()
+
+    async def generate():
+        client = HttpEngineClient(engine.url, renderer, api_key=engine.api_key or "")
+        try:
+            await client.connect(10)
+            return await client.generate(
+                prompt, sampling=SamplingParams(), max_new_tokens=LONG, rid="episode", timeout_s=60
+            )
+        finally:
+            await client.close()
+
+    # Whatever ends the response early would end it before the publish.
+    renderer.stop_token_ids = ()
+    future = engine.threads.submit(asyncio.run, generate())
+    engine.wait_running()
+    new = publish(engine, engine.perturbed(), "abort")
+    answer = future.result(90)
+    assert sorted(set(answer.versions)) == [int(old), int(new)]
+    cut = answer.versions.index(int(new))
+    arguments = (prompt.token_ids, [lab.png(4)], answer.token_ids)
+    expected = [lab.logprobs_of(m, *arguments, forbidden=engine.forbidden) for m in (before, engine.reference)]
+    assert_close(answer.logprobs[:cut], expected[0][:cut])
+    assert_close(answer.logprobs[cut:], expected[1][cut:])
 
 
 def test_begin_is_mandatory(engine):
@@ -198,7 +302,7 @@ def test_begin_is_mandatory(engine):
 def test_checksum_covers_every_weight(engine, lab, publish):
     first = engine.admin("/weights_checker", {"action": "checksum"})
     again = engine.admin("/weights_checker", {"action": "checksum"})
-    publish(engine.perturbed(only="visual.blocks.1.attn.proj.bias"))
+    publish(engine, engine.perturbed(only="visual.blocks.1.attn.proj.bias"))
     other = engine.admin("/weights_checker", {"action": "checksum"})
     assert first["per_engine_checksum"] == again["per_engine_checksum"] != other["per_engine_checksum"]
     names = set(first["ranks"][0]["checksums"])
@@ -256,7 +360,7 @@ def test_many_updates_under_load(engine, lab, publish):
     models = {engine.version(): engine.reference}
     for _ in range(5):
         model = engine.perturbed(0.02)
-        models[publish(model)] = model
+        models[publish(engine, model)] = model
     stop.set()
     for worker in workers:
         worker.result(60)

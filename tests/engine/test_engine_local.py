@@ -65,6 +65,11 @@ def body_of(lab, **changes):
         ({"sampling_params": {"max_new_tokens": 4001}}, r"max_new_tokens: expected int in \[1, 4000\]"),
         ({"sampling_params": {"stop_token_ids": [1000]}}, "stop_token_ids"),
         ({"sampling_params": {"sampling_seed": -5}}, "sampling_seed"),
+        (
+            {"sampling_params": {"logit_bias": {"10": -1e9}}},
+            r"logit_bias\[10\]: expected -1e9 for one of",
+        ),
+        ({"sampling_params": {"logit_bias": {"1": -1.0}}}, r"logit_bias\[1\]"),
         ({"sampling_params": {"beams": 4}}, "beams"),
         ({"stream": True}, "stream"),
         ({"logprob_start_len": 0}, "logprob_start_len"),
@@ -91,9 +96,17 @@ def test_data_url_is_an_image(engine, lab):
     assert answers[0]["meta_info"]["output_token_logprobs"] == answers[1]["meta_info"]["output_token_logprobs"]
 
 
+def test_abort_by_prefix_of_the_id(engine, lab):
+    futures = {rid: engine.submit([10, 11], max_new_tokens=LONG, rid=rid) for rid in ("a.1", "a.2", "b.1")}
+    engine.wait_running(3)
+    engine.call("/abort_request", {"rid": "a."})
+    reasons = {rid: future.result(60)["meta_info"]["finish_reason"]["type"] for rid, future in futures.items()}
+    assert reasons == {"a.1": "abort", "a.2": "abort", "b.1": "length"}
+
+
 def test_forbidden_tokens_are_never_sampled(engine, lab):
     # Near-uniform sampling: 4 of 96 ids are forbidden, 2000 draws would meet them some 80 times.
-    futures = [engine.submit([10 + i], temperature=1000.0, max_new_tokens=500) for i in range(4)]
+    futures = [engine.submit([10 + i], temperature=1000.0, max_new_tokens=500, logit_bias=None) for i in range(4)]
     sampled = [token for future in futures for token in future.result(60)["output_ids"]]
     assert not set(sampled) & set(engine.forbidden)
     assert len(set(sampled)) > 80
@@ -198,7 +211,7 @@ def join(engine, links):
     async def go():
         async with open_session() as session:
             with ThreadPoolExecutor(1) as threads:
-                return await links.get(EngineControl(session, engine.url, None), {"device": "cpu"}, False, threads)
+                return await links.get(EngineControl(session, engine.url), {"device": "cpu"}, False, threads)
 
     return asyncio.run(go()).name
 
@@ -250,7 +263,7 @@ def test_info_says_what_an_actor_and_a_learner_need(engine, lab):
     info = engine.call("/server_info")[1]
     assert info["kind"] == "local" and len(info["incarnation"]) == 32
     assert info["max_context"] == 4096 and info["forbidden_token_ids"] == list(engine.forbidden)
-    assert info["model_hash"] and info["tokenizer_hash"] == ""
+    assert info["model_hash"] and info["tokenizer_hash"]
 
 
 def test_the_process_ends_in_order_on_sigterm(start_engines):

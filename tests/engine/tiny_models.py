@@ -1,0 +1,177 @@
+"""Tiny models with tokenizers for the engines under test, and transformers' own forward pass as the reference.
+
+Loaded by path (see `tests/engine/conftest.py`), since tests are no package.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from vagen.common.vision import ImageSpec, preprocess_image
+from vagen.tools.tiny_tokenizer import CHAT_TEMPLATE
+
+PAD, IMAGE, VIDEO, VISION_START, VISION_END, EOS, START = 0, 1, 2, 3, 4, 5, 6
+SPECIAL = {
+    PAD: "<|endoftext|>",
+    IMAGE: "<|image_pad|>",
+    VIDEO: "<|video_pad|>",
+    VISION_START: "<|vision_start|>",
+    VISION_END: "<|vision_end|>",
+    EOS: "<|im_end|>",
+    START: "<|im_start|>",
+}
+VOCAB = 96
+
+
+def text_settings(**rope: Any) -> dict[str, Any]:
+    """Of the decoder, in both models."""
+    return dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, **rope),
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=None,
+    )
+
+
+def build_model(folder: Path, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+    """A tiny model with one windowed block."""
+    torch.manual_seed(seed)
+    config = Qwen2_5_VLConfig(
+        text_config=text_settings(mrope_section=[2, 3, 3]),
+        vision_config=dict(
+            depth=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            out_hidden_size=64,
+            patch_size=14,
+            window_size=56,
+            fullatt_block_indexes=[1],
+            initializer_range=0.08,
+        ),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=True,
+    )
+    ImageSpec(max_pixels=56 * 56 * 8).save(folder)
+    return save(Qwen2_5_VLForConditionalGeneration(config), folder)
+
+
+def build_text_model(folder: Path) -> Qwen2ForCausalLM:
+    """A tiny model without a vision tower and with a head of its own."""
+    torch.manual_seed(1)
+    return save(Qwen2ForCausalLM(Qwen2Config(**text_settings(), tie_word_embeddings=False)), folder)
+
+
+def save(model: PreTrainedModel, folder: Path) -> Any:
+    """Write a model and its tokenizer, with random biases and norms, which transformers would leave 0 and 1."""
+    model = model.float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(
+        models.WordLevel({SPECIAL.get(i, f"w{i}"): i for i in range(VOCAB)}, unk_token=f"w{VOCAB - 1}")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # SGLang looks for the placeholders of images in what the ids decode to.
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL.values()))
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[EOS], pad_token=SPECIAL[PAD])
+    saved.chat_template = CHAT_TEMPLATE
+    saved.save_pretrained(folder)
+    return model
+
+
+def forbidden_of(model: PreTrainedModel) -> tuple[int, ...]:
+    """Tokens that only a template may place."""
+    is_text = isinstance(model, Qwen2ForCausalLM)
+    return () if is_text else (IMAGE, VIDEO, VISION_START, VISION_END)
+
+
+def make_png(seed: int, width: int = 56, height: int = 56) -> bytes:
+    """An encoded image of random blocks."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (height // 14, width // 14, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(blocks.repeat(14, 0).repeat(14, 1)).save(file, "PNG")
+    return file.getvalue()
+
+
+def engine_weights(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters under SGLang's names, spelt out here a second time on purpose."""
+    return [
+        (name.replace("model.language_model.", "model.").replace("model.visual.", "visual."), parameter.data)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def logprobs_of(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    images: Sequence[bytes],
+    output: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    forbidden: Sequence[int] = (),
+) -> list[float]:
+    """Log-probabilities of `output` after the prompt, by transformers' own forward pass."""
+    with torch.no_grad():
+        inputs = model_inputs(model, ids, images, output)
+        logits = model(**inputs).logits[0]
+    return gather_logprobs(logits[-len(output) - 1 : -1], output, temperature, forbidden)
+
+
+def gather_logprobs(
+    logits: torch.Tensor, output: Sequence[int], temperature: float, forbidden: Sequence[int]
+) -> list[float]:
+    """Of the tokens `output` [T] under logits [T, V]."""
+    logits = logits.clone()
+    logits[:, list(forbidden)] = -torch.inf
+    scored = torch.log_softmax(logits / temperature, -1)
+    return scored.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
+def model_inputs(
+    model: PreTrainedModel, ids: Sequence[int], images: Sequence[bytes], output: Sequence[int]
+) -> dict[str, Any]:
+    if isinstance(model, Qwen2ForCausalLM):
+        return {"input_ids": torch.tensor([[*ids, *output]])}
+    spec = ImageSpec(max_pixels=56 * 56 * 8)
+    decoded = [preprocess_image(image, spec) for image in images]
+    expanded: list[int] = []
+    grids = iter(grid for _, grid in decoded)
+    for token in ids:
+        expanded += [token] * (spec.num_tokens(next(grids)) if token == IMAGE else 1)
+    row = torch.tensor([[*expanded, *output]])
+    inputs: dict[str, Any] = {"input_ids": row, "mm_token_type_ids": (row == IMAGE).int()}
+    if images:
+        inputs["pixel_values"] = torch.cat([patches for patches, _ in decoded])
+        inputs["image_grid_thw"] = torch.tensor([grid for _, grid in decoded])
+    return inputs
