@@ -45,6 +45,8 @@ class ProcessSpec:
     log: Path
     ready: Path | None = None
     """File in which the process names its pid once it serves; without one it counts as serving from the start."""
+    ready_timeout_s: float = 0.0
+    """How long it needs at least until it serves, where that is more than the recipe's patience."""
     env: Mapping[str, str] = field(default_factory=dict)
     """On top of the environment of this process."""
     is_complete: Callable[[], bool] = lambda: False

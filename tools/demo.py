@@ -32,11 +32,13 @@ from vagen.tools.recipe import Recipe, validate_recipe
 from vagen.tools.report import write_report
 from vagen.tools.runs import DemoState, Evaluation, RunDir, append_line, read_json, write_json
 from vagen.tools.screen import View, clock
+from vagen.tools.sglang_cpu.serve import sglang_python
 from vagen.tools.summary import build_summary, verdict
 from vagen.tools.supervisor import InterruptedByUserError, Supervisor, stop_leftover
 
 logger = logging.getLogger(__name__)
 
+ENGINES = ("local", "sglang")
 EXIT_FAILED, EXIT_TARGET_MISSED, EXIT_INTERRUPTED = 1, 3, 130
 
 _LEFTOVER_ORDER = ("learner", "actor", "buffer", "engine")
@@ -57,12 +59,16 @@ class DemoOptions:
     resume: bool = False
     fresh: bool = False
     overrides: Sequence[str] = ()
+    engine: str | None = None
+    """`local` or `sglang`; None takes that of the run that is resumed, else local."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"--seed: expected int >= 0, got {self.seed}")
         if self.resume and self.fresh:
             raise ConfigError("--resume and --fresh: expected at most one of them")
+        if self.engine not in (None, *ENGINES):
+            raise ConfigError(f"--engine: expected {' or '.join(ENGINES)}, got {self.engine!r}")
 
     @property
     def folder(self) -> Path:
@@ -105,6 +111,9 @@ def prepare(options: DemoOptions) -> Iterator[PreparedRun]:
             stop_leftover(run.ready(process), run.root, timeout_s)
         if options.fresh:
             _clear(run)
+        state.engine = options.engine or state.engine
+        if state.engine == "sglang":
+            sglang_python()
         assign_ports(raw)
         run.recipe.write_text(yaml.safe_dump(raw, sort_keys=False))
         write_json(run.state, state)
@@ -161,7 +170,7 @@ class _Demo:
             with self._stage("warm start"):
                 self._supervisor.run(self._launch.warm_start(), self._config.train_timeout_s)
         with self._stage("start"):
-            self._serve(self._launch.buffer(), self._launch.engine(self._recipe.engine.port))
+            self._serve(self._launch.buffer(), self._engine())
         if not self._run.evaluation("before").is_file():
             with self._stage("eval before"):
                 self._evaluate("before")
@@ -172,11 +181,18 @@ class _Demo:
         with self._stage("eval after"):
             self._evaluate("after")
 
+    def _engine(self) -> ProcessSpec:
+        config = self._recipe.engine
+        if self._state.engine == "local":
+            return self._launch.engine(config.port)
+        keys = {"VAGEN_API_KEY": config.api_key, "VAGEN_ADMIN_API_KEY": config.admin_api_key}
+        return self._launch.sglang(config.port, config.max_running, keys)
+
     def _serve(self, *specs: ProcessSpec) -> None:
         for spec in specs:
             self._supervisor.start(spec)
         for spec in specs:
-            self._supervisor.wait_ready(spec.name, self._config.ready_timeout_s)
+            self._supervisor.wait_ready(spec.name, max(self._config.ready_timeout_s, spec.ready_timeout_s))
 
     def _train(self) -> None:
         learner = self._supervisor.processes["learner"]

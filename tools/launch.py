@@ -19,6 +19,7 @@ from vagen.common.errors import ConfigError
 from vagen.tools.child import ProcessSpec
 from vagen.tools.runs import RunDir
 
+_SGLANG_READY_S = 400.0
 ENVIRONMENT: Mapping[str, str] = {
     # Two threads that contend for a core were up to 14 times slower than one.
     "OMP_NUM_THREADS": "1",
@@ -48,6 +49,18 @@ class Launcher:
             "engine",
             *("--config", self.run.recipe, "--model", self.run.model, "--port", str(port)),
             *("--ready-file", self.run.ready("engine")),
+        )
+
+    def sglang(self, port: int, max_running: int, keys: Mapping[str, str | None]) -> ProcessSpec:
+        """SGLang in place of the local engine; `keys` by environment variable."""
+        return self._serving(
+            "engine",
+            "vagen",
+            "sglang",
+            *("--model", self.run.model, "--port", str(port), "--max-running", str(max_running)),
+            *("--ready-file", self.run.ready("engine")),
+            env={**ENVIRONMENT, **{name: key for name, key in keys.items() if key is not None}},
+            ready_timeout_s=_SGLANG_READY_S,
         )
 
     def actor(self) -> ProcessSpec:
@@ -87,18 +100,15 @@ class Launcher:
             raise ConfigError(f"{path}: expected an entry {key!r} from the {process} that serves") from error
         return str(value)
 
-    def _serving(
-        self, name: str, script: str, *words: str | Path, is_complete: Callable[[], bool] = lambda: False
-    ) -> ProcessSpec:
-        return self._spec(name, script, *words, ready=self.run.ready(name), is_complete=is_complete)
+    def _serving(self, name: str, script: str, *words: str | Path, **more: Any) -> ProcessSpec:
+        return self._spec(name, script, *words, ready=self.run.ready(name), **more)
 
     def _spec(self, name: str, script: str, *words: str | Path, **more: Any) -> ProcessSpec:
         return ProcessSpec(
             name=name,
             argv=(console_script(script), *map(str, words)),
             log=self.run.log(name),
-            env=ENVIRONMENT,
-            **more,
+            **{"env": ENVIRONMENT, **more},
         )
 
 

@@ -142,6 +142,8 @@ class DemoState(msgspec.Struct, kw_only=True):
     config: str
     seed: int
     started_at: float
+    engine: str = "local"
+    """`local` or `sglang`."""
     finished_at: float | None = None
     exit_reason: str | None = None
     exit_code: int | None = None

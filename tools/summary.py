@@ -47,6 +47,7 @@ def build_summary(run: RunDir) -> dict[str, Any]:
     return {
         "config": state.config if state else None,
         "seed": state.seed if state else None,
+        "engine": state.engine if state else None,
         "exit_reason": state.exit_reason if state else None,
         "exit_code": state.exit_code if state else None,
         "targets": targets(demo, before, after),

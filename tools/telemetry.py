@@ -47,6 +47,8 @@ _GAUGES: Mapping[str, str] = {
     "vagen_actor_success": "actor_success",
     "vagen_engine_running_requests": "running_requests",
     "vagen_engine_waiting_requests": "waiting_requests",
+    "sglang:num_running_reqs": "running_requests",
+    "sglang:num_queue_reqs": "waiting_requests",
     "vagen_engine_policy_version": "engine_version",
     "vagen_learner_step": "learner_step",
 }
@@ -150,7 +152,7 @@ class Telemetry:
         last = self._last_raw.get(process, {})
         seen = process in self._last_seen
         for (name, labels), value in samples.items():
-            if not name.endswith("_total"):
+            if not name.startswith("vagen_") or not name.endswith("_total"):
                 continue
             before = last.get((name, labels), 0.0)
             grown = value - before if value >= before else value
