@@ -116,7 +116,6 @@ class EngineComparison:
 
     def _try_update(self, model: VisionLanguageActorCritic, version: str) -> Finding:
         """Change the vision tower, look at the picture again, and bring the weights of the folder back."""
-        assert model.visual is not None
         number = int(version) if version.isdecimal() else 0
         original = model.engine_named_tensors()
         broadcaster = Broadcaster(self._config)
@@ -142,6 +141,7 @@ class EngineComparison:
         self, model: VisionLanguageActorCritic, broadcaster: Broadcaster, version: str, new: int
     ) -> float:
         """Of a picture that the engine saw before its vision tower was changed. Raises EngineError."""
+        assert model.visual is not None
         probe = self._probe(1.0)
         probe_engine(self._url, probe.requests(self._vision), version, self._config)
         with torch.no_grad():
