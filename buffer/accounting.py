@@ -51,6 +51,10 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     actors: tuple[ActorAccount, ...]
     refused_by_field: dict[str, int]
+    filtered_by_reason: dict[str, int]
+    """By the filter that dropped them, `partial_group`, or `learner`."""
+    replayed: int
+    """Times that a trained trajectory was trained on again."""
     duplicates: int
     """Resends of decided trajectories."""
     malformed: int
@@ -97,10 +101,14 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     claimed_bytes: int
     room_bytes: int
     """Promised to incomplete groups."""
+    replay_bytes: int
+    """Kept for replay, apart from the others."""
     capacity_bytes: int
     """In force now; 0 while no ingest has served this run."""
     is_full: bool
     """The ingest holds back what does not fit."""
+    priority_function: str | None
+    """Name of what the ingest ranks trajectories by; none without priorities."""
     learner_step: int
     """-1 until a learner has registered."""
     policy_version: int
@@ -117,7 +125,8 @@ def read_accounting(client: redis.Redis, keys: Keys) -> Accounting:
     pipe.hgetall(keys[Key.STAT])
     pipe.hgetall(keys[Key.ACTORS])
     pipe.hgetall(keys[Key.REFUSED_FIELDS])
-    stat, heartbeats, fields = pipe.execute()
+    pipe.hgetall(keys[Key.FILTERED_REASONS])
+    stat, heartbeats, fields, reasons = pipe.execute()
     now = time.time()
     actors = tuple(
         ActorAccount(
@@ -130,7 +139,7 @@ def read_accounting(client: redis.Redis, keys: Keys) -> Accounting:
         for actor_id, beat in sorted((name, json.loads(text)) for name, text in heartbeats.items())
     )
     terms = ("trained", "filtered", "stale", "refused", "evicted", "ready", "claimed", "duplicates", "malformed")
-    apart = ("failed_episodes", "tasks_abandoned", "episodes_abandoned")
+    apart = ("failed_episodes", "tasks_abandoned", "episodes_abandoned", "replayed")
     counts = {name: int(stat.get(name.encode(), 0)) for name in (*terms, *apart)}
     return Accounting(
         produced=sum(actor.journalled for actor in actors),
@@ -138,6 +147,7 @@ def read_accounting(client: redis.Redis, keys: Keys) -> Accounting:
         awaiting_group=int(stat.get(b"awaiting", 0)),
         actors=actors,
         refused_by_field={field.decode(): int(count) for field, count in sorted(fields.items())},
+        filtered_by_reason={reason.decode(): int(count) for reason, count in sorted(reasons.items())},
         **counts,
     )
 
@@ -147,19 +157,20 @@ def read_status(client: redis.Redis, keys: Keys) -> BufferStatus:
     pipe: Any = client.pipeline(transaction=True)
     pipe.hgetall(keys[Key.STAT])
     pipe.hmget(keys[Key.LEARNER], "step", "published")
-    pipe.hget(keys[Key.CONFIG], "capacity_bytes")
+    pipe.hmget(keys[Key.CONFIG], "capacity_bytes", "priority_function")
     pipe.hget(keys[Key.SETTINGS], "capacity_bytes")
     pipe.hlen(keys[Key.ACTORS])
     pipe.get(keys[Key.TASK_NEXT])
     admission.queue_pacing(pipe, keys)
-    stat, (step, published), capacity, live_capacity, actors, tasks, *replies = pipe.execute()
+    stat, (step, published), (capacity, priority), live_capacity, actors, tasks, *replies = pipe.execute()
     pacing = admission.parse_pacing(replies, max_running=0)
     names = {"ready": b"ready", "awaiting_group": b"awaiting", "claimed": b"claimed", "num_bytes": b"bytes"}
-    names |= {"claimed_bytes": b"claimed_bytes", "room_bytes": b"room"}
+    names |= {"claimed_bytes": b"claimed_bytes", "room_bytes": b"room", "replay_bytes": b"replay_bytes"}
     return BufferStatus(
         untrained=pacing.untrained,
         running=pacing.running,
         capacity_bytes=int(live_capacity or capacity or 0),
+        priority_function=json.loads(priority or b"null"),
         learner_step=-1 if step is None else int(step),
         is_full=bool(int(stat.get(b"full", 0))),
         policy_version=-1 if published is None else int(published),
@@ -227,9 +238,10 @@ def format_accounting(accounting: Accounting) -> str:
     lines.append(f"accounted         {a.accounted:>10}  in Redis now, in_flight as the actors said")
     lines.append(f"the identity {'holds' if a.identity_holds else 'DOES NOT HOLD: ' + str(a.produced - a.accounted)}")
     lines += [f"refused, {field}: {count}" for field, count in a.refused_by_field.items()]
+    lines += [f"filtered, {reason}: {count}" for reason, count in a.filtered_by_reason.items()]
     for actor in a.actors:
         state = "closed" if actor.closing else f"{actor.age_s:.1f} s ago"
         lines.append(f"actor {actor.actor_id}: journalled {actor.journalled}, in flight {actor.in_flight}, {state}")
-    apart = ("duplicates", "malformed", "failed_episodes", "tasks_abandoned", "episodes_abandoned")
+    apart = ("replayed", "duplicates", "malformed", "failed_episodes", "tasks_abandoned", "episodes_abandoned")
     lines.append("apart: " + ", ".join(f"{name} {getattr(a, name)}" for name in apart))
     return "\n".join(lines)

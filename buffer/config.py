@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from vagen.buffer.address import public_url, with_options
 from vagen.buffer.keys import MAX_SHARDS
+from vagen.buffer.selection.config import PriorityConfig
 from vagen.common.config import Section, require
 
 URL_FORMS = "redis://, rediss://, unix://, redis+cluster:// or rediss+cluster:// URL"
@@ -72,6 +73,10 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     group is never dropped."""
     group_timeout_s: float = 120.0
     """How long the first member of a group waits for the others."""
+    partial_groups: Literal["train", "drop"] = "train"
+    """What becomes of a group that timed out incomplete, or lost members to staleness: trained on as it is, or filtered
+    under the reason `partial_group`."""
+    priority: PriorityConfig = PriorityConfig()
     lease_s: float = 30.0
     """How long a granted task is an actor's without a heartbeat that lists it."""
     heartbeat_timeout_s: float = 30.0

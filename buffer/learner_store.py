@@ -10,7 +10,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import redis
@@ -18,45 +18,20 @@ import redis
 from vagen.buffer.accounting import Accounting, BufferStatus, read_accounting, read_status
 from vagen.buffer.connection import first_contact, make_client, patiently, run_script
 from vagen.buffer.keys import Key, Keys
+from vagen.buffer.manifest import Manifest, ManifestEntry
+from vagen.buffer.selection.config import Order, SelectionConfig
+from vagen.buffer.selection.selector import Decision, Selector
+from vagen.buffer.selection.units import Proposal, Unit, read_candidate
 from vagen.buffer.settings import SettingState, differences, read_settings
 from vagen.common.errors import InfrastructureError
 
+__all__ = ["EngineLease", "LearnerStore", "Manifest", "ManifestEntry", "Order"]
+
 _FETCH_CHUNK = 16
 _MAX_BLOCK_S = 1.0
+_SEALED_POLL_S = 0.02
 
-Order = Literal["freshest", "oldest"]
 T = TypeVar("T")
-
-
-class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One trajectory of a batch."""
-
-    trajectory_id: str
-    num_bytes: int
-    oldest_step: int
-    """Learner step of the version of its oldest policy token."""
-    staleness: int
-    """In learner steps, as of the first claim."""
-    group_id: str
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch of one learner step; never changes once sealed."""
-
-    step: int
-    entries: tuple[ManifestEntry, ...]
-    sealed_at: float
-    """Unix time in seconds."""
-
-    @property
-    def ids(self) -> list[str]:
-        """Trajectory ids, in order."""
-        return [entry.trajectory_id for entry in self.entries]
-
-    @property
-    def num_bytes(self) -> int:
-        """Payload bytes of the batch."""
-        return sum(entry.num_bytes for entry in self.entries)
 
 
 class EngineLease(NamedTuple):
@@ -104,14 +79,17 @@ class LearnerStore:
         publish_every: int = 1,
         total_steps: int = 0,
         required_capacity_bytes: int = 0,
+        replay_max_bytes: int = 0,
+        replay_max_staleness: int = 0,
     ) -> None:
         """Say what the next step is and how far data may run ahead of it; admission grants nothing before.
 
         `total_steps` ends the granting with what the last step needs; 0 is a run without end. The buffer's capacity
-        cannot be set live below `required_capacity_bytes`.
+        cannot be set live below `required_capacity_bytes`. Successes are kept for replay up to `replay_max_bytes`; 0
+        keeps none and forgets those kept before.
         """
         pacing = (step, batch_size, max_staleness, publish_every, total_steps, required_capacity_bytes)
-        self._script("register", incarnation, *pacing)
+        self._script("register", incarnation, *pacing, replay_max_bytes, replay_max_staleness)
 
     def next_version(self) -> int:
         """A policy version that nobody had before, from 1; versions never go back, some may stay unused."""
@@ -140,37 +118,80 @@ class LearnerStore:
     # -- batches ------------------------------------------------------------------------------------------------
 
     def claim(self, step: int, num_trajectories: int, timeout_s: float, order: Order = "freshest") -> Manifest | None:
-        """The sealed batch of a step, whole groups only; none when too few are ready within `timeout_s`.
+        """The sealed batch of a step without filters; see `Selector.claim`."""
+        return Selector(self, SelectionConfig(order=order)).claim(step, num_trajectories, timeout_s)
 
-        What is too stale for `step` is evicted and counted. A step that was claimed before returns the identical
-        manifest. Where groups of odd sizes do not add up, it exceeds `num_trajectories` by less than one group.
+    def propose(
+        self, step: int, wanted: int, limit: int, order: str, seed: int, replayed: int
+    ) -> Proposal | Manifest | None:
+        """Candidates for a step in order, `limit` trajectories or a unit more; evicts what is too stale.
+
+        Of the trajectories `wanted` up to `replayed` come from those kept for replay, drawn uniformly. Returns the
+        manifest where the step is sealed, and None while too few are ready. `seed` is that of the order `uniform`.
         """
+        reply = self._script("propose", step, wanted, limit, order, seed, replayed)
+        if reply is None:
+            return None
+        if isinstance(reply, bytes):
+            return msgspec.json.decode(reply, type=Manifest)
+        num_units, total_weight, candidates, again = reply
+        units = []
+        for name, weight, described in zip(candidates[::3], candidates[1::3], candidates[2::3], strict=True):
+            pairs = zip(described[::2], described[1::2], strict=True)
+            members = tuple(read_candidate(trajectory_id, text, step) for trajectory_id, text in pairs)
+            units.append(Unit(name=name.decode(), members=members, weight=float(weight)))
+        kept = [read_candidate(name, text, step) for name, text in zip(again[::2], again[1::2], strict=True)]
+        return Proposal(units, kept, num_units, float(total_weight))
+
+    def decide(self, step: int, decision: Decision, manifest: Manifest | None) -> tuple[Manifest | None, list[str]]:
+        """Seal the step's manifest, if given, and drop what was filtered, in one script.
+
+        Returns the manifest of the step, which may be one that was sealed before, and the units that have changed since
+        they were proposed; where there are any, nothing was done.
+        """
+        text = b"" if manifest is None else msgspec.json.encode(manifest)
+        sealed, changed = self._script("seal", step, text, msgspec.json.encode(decision))
+        return (msgspec.json.decode(sealed, type=Manifest) if sealed else None), [name.decode() for name in changed]
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when as many are ready as the last proposal lacked, or after `timeout_s`, a second at most."""
+        block = min(timeout_s, _MAX_BLOCK_S)
+        self._patiently("wait_ready", functools.partial(self._client.blpop, [self._keys[Key.WAKE]], block))
+
+    def wait_sealed(self, step: int, timeout_s: float) -> Manifest | None:
+        """The manifest that another rank seals, or None when it does not within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
+        name = self._keys.of(Key.MANIFEST, step)
         while True:
-            sealed = self._script("claim", step, num_trajectories, order, time.time())
+            sealed: Any = self._patiently("wait_sealed", lambda: self._client.get(name))
             if sealed is not None:
                 return msgspec.json.decode(sealed, type=Manifest)
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() > deadline:
                 return None
-            block = min(left, _MAX_BLOCK_S)
-            self._patiently("claim", functools.partial(self._client.blpop, [self._keys[Key.WAKE]], block))
+            time.sleep(_SEALED_POLL_S)
 
     def fetch(self, ids: Sequence[str]) -> list[bytes]:
-        """Payloads of claimed trajectories, in order, read in chunks.
+        """Payloads of claimed trajectories, replayed ones among them, in order, read in chunks.
 
         Raises `InfrastructureError` for one that is not stored (its step is done).
         """
         payloads: list[bytes] = []
         for start in range(0, len(ids), _FETCH_CHUNK):
             chunk = ids[start : start + _FETCH_CHUNK]
-            names = [self._keys.of(Key.PAYLOAD, trajectory_id) for trajectory_id in chunk]
-            found: Any = self._patiently("fetch", functools.partial(self._client.mget, names))
+            found = self._payloads(Key.PAYLOAD, chunk)
+            if missing := [index for index, payload in enumerate(found) if payload is None]:
+                kept = self._payloads(Key.REPLAY_PAYLOAD, [chunk[index] for index in missing])
+                found = [payload if payload is not None else kept.pop(0) for payload in found]
             for trajectory_id, payload in zip(chunk, found, strict=True):
                 if payload is None:
                     raise InfrastructureError(f"trajectory {trajectory_id} has no payload: is its step done already?")
                 payloads.append(payload)
         return payloads
+
+    def _payloads(self, key: Key, ids: Sequence[str]) -> list[bytes | None]:
+        names = [self._keys.of(key, trajectory_id) for trajectory_id in ids]
+        found: Any = self._patiently("fetch", functools.partial(self._client.mget, names))
+        return list(found)
 
     def mark_trained(self, step: int) -> None:
         """The optimizer has used the step's batch: for pacing only, `done` follows with the checkpoint."""
@@ -184,7 +205,8 @@ class LearnerStore:
         self._patiently("mark_trained", call)
 
     def done(self, steps: Sequence[int], filtered: Collection[str] = ()) -> int:
-        """A durable checkpoint holds these steps: free their payloads and count them as trained.
+        """A durable checkpoint holds these steps: free their payloads, or keep those of successes for replay, and count
+        them as trained.
 
         `filtered` are ids that a filter kept out of the optimizer. Returns how many trajectories were freed; steps
         that are done already count nothing.

@@ -35,6 +35,7 @@ from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import TRANSIENT
 from vagen.buffer.gate import Gate
 from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request, check_size, read_request
+from vagen.buffer.selection.priority import Prioritizer
 from vagen.buffer.settings import describe
 from vagen.buffer.store import IngestStore, Outcome
 from vagen.common.errors import ConfigError
@@ -108,6 +109,7 @@ class Ingest:
         self._run_name = run_name
         self._config = config
         self._gate = gate
+        self._prioritizer = Prioritizer(config.priority)
         self._stopping = stopping
         self._quarantine = quarantine
         self._revive = revive
@@ -154,7 +156,7 @@ class Ingest:
                 continue
             buffers = [frame.buffer for frame in frames]
             num_bytes += sum(len(buffer) for buffer in buffers)
-            requests.append(read_request(buffers, self._run_name, self._store.capacity_bytes))
+            requests.append(read_request(buffers, self._run_name, self._store.capacity_bytes, self._prioritizer))
         return requests
 
     def _serve(self) -> None:

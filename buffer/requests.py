@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 from ulid import ULID
 
+from vagen.buffer.selection.priority import NO_DRAW, NO_PRIORITIES, Draw, Prioritizer
 from vagen.common.errors import TrajectoryError, WireError
 from vagen.common.trajectory import Trajectory
 from vagen.common.validation import MAX_NAME_LENGTH, validate_trajectory
@@ -59,6 +60,8 @@ class Put(msgspec.Struct, frozen=True):
     trajectory: Trajectory
     payload: memoryview
     envelope: Envelope
+    draw: Draw = NO_DRAW
+    """What it enters the drawing by priority with."""
 
     @property
     def trajectory_id(self) -> str:
@@ -118,19 +121,21 @@ Request = Put | BadPut | Beat | Ask | Failure | Malformed
 _CONTROL = (Kind.HEARTBEAT.value, Kind.REQUEST.value, Kind.FAILED.value)
 
 
-def read_request(frames: Sequence[memoryview], run_id: str, capacity_bytes: int) -> Request:
+def read_request(
+    frames: Sequence[memoryview], run_id: str, capacity_bytes: int, prioritizer: Prioritizer = NO_PRIORITIES
+) -> Request:
     """The request in the frames of one message: the peer's routing id, the kind and its parts."""
     peer = bytes(frames[0])
     kind = bytes(frames[1][:8]) if len(frames) > 1 else b""
     if kind == Kind.PUT.value and len(frames) == 4:
-        return _read_put(peer, bytes(frames[2][:256]), frames[3], run_id, capacity_bytes)
+        return _read_put(peer, bytes(frames[2][:256]), frames[3], run_id, capacity_bytes, prioritizer)
     if kind in _CONTROL and len(frames) == 3:
         return _read_control(peer, kind, frames[2], run_id)
     return Malformed(peer, kind, f"kind {kind!r} with {len(frames) - 1} frames is no message of ours")
 
 
 def _read_put(
-    peer: bytes, head: bytes, payload: memoryview, run_id: str, capacity_bytes: int
+    peer: bytes, head: bytes, payload: memoryview, run_id: str, capacity_bytes: int, prioritizer: Prioritizer
 ) -> Put | BadPut | Malformed:
     try:
         envelope = decode_envelope(head)
@@ -145,6 +150,7 @@ def _read_put(
         origin = Origin.of(decoded)
         validate_trajectory(decoded)
         _check_here(decoded, envelope, run_id)
+        draw = prioritizer.draw(decoded)
     except TrajectoryError as error:
         field, problem = error.field, error.problem
     except WireError as error:
@@ -153,7 +159,7 @@ def _read_put(
         logger.exception("trajectory %s broke its own validation", trajectory_id)
         field, problem = "payload", f"{type(error).__name__}: {error}"
     else:
-        return check_size(Put(peer, decoded, payload, envelope), capacity_bytes)
+        return check_size(Put(peer, decoded, payload, envelope, draw), capacity_bytes)
     return BadPut(peer, trajectory_id, field, problem[:MAX_PROBLEM_LENGTH], origin, payload, envelope)
 
 

@@ -211,6 +211,8 @@ class _Reporter:
             self._metrics.gauge("vagen_buffer_ready_staleness", steps, statistic=statistic)
         for term in ("produced", *REASONS):
             self._metrics.gauge("vagen_buffer_accounting", getattr(accounting, term), term=term)
+        for reason, count in accounting.filtered_by_reason.items():
+            self._metrics.gauge("vagen_buffer_filtered", count, reason=reason)
 
 
 def _write_atomically(path: Path, ready: Ready) -> None:

@@ -21,6 +21,7 @@ from vagen.buffer.connection import make_client, run_read_only, run_script
 from vagen.buffer.keys import Key, Keys, Shard
 from vagen.buffer.lua import source
 from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request
+from vagen.buffer.selection.units import attributes
 from vagen.buffer.settings import LIVE_SETTINGS, SettingState, differences, read_settings
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import Trajectory
@@ -84,10 +85,12 @@ class IngestStore:
             )
 
     def announce(self) -> None:
-        """Tell what the recipe says of the live settings."""
+        """Tell what the recipe says of the live settings and of what the learner looks at."""
         names = [name for name, setting in LIVE_SETTINGS.items() if setting.told_in is Key.CONFIG]
-        told = {name: msgspec.json.encode(getattr(self._config, name)) for name in names}
-        self._client.hset(self._keys[Key.CONFIG], mapping=told)  # type: ignore[arg-type]
+        told = {name: getattr(self._config, name) for name in (*names, "partial_groups")}
+        told["priority_function"] = self._config.priority.function
+        texts = {name: msgspec.json.encode(value) for name, value in told.items()}
+        self._client.hset(self._keys[Key.CONFIG], mapping=texts)  # type: ignore[arg-type]
 
     def refresh_settings(self) -> list[SettingState]:
         """Read the live settings; returns those that have changed since the last time, at first those in force."""
@@ -138,7 +141,8 @@ class IngestStore:
 
         Returns how many tasks were returned, groups released and engines gone.
         """
-        args = (now, self._config.max_attempts, int(leases_end), self._config.group_timeout_s)
+        drops_partial = int(self._config.partial_groups == "drop")
+        args = (now, self._config.max_attempts, int(leases_end), self._config.group_timeout_s, drops_partial)
         returned, released, gone = run_script(self._client, self._keys, "tick", *args)
         return returned, released, gone
 
@@ -164,9 +168,10 @@ class IngestStore:
     def _queue(self, pipe: Any, request: Request, grant: int, now: float) -> None:
         config = self._config
         match request:
-            case Put(_, trajectory, payload, _):
+            case Put(_, trajectory, payload, _, draw):
                 pipe.set(self._keys.of(Key.PAYLOAD, trajectory.trajectory_id), payload, nx=True)
                 args = _commit_args(trajectory, len(payload), now, config)
+                args += (attributes(trajectory), draw.weight, draw.exponential)
             case BadPut(_, trajectory_id, field, problem, origin):
                 args = [trajectory_id, field, problem, now]
                 args += origin or ()

@@ -8,6 +8,7 @@ are refused everywhere, and every error names the path, the value and the bound:
 
 from __future__ import annotations
 
+import importlib
 import importlib.resources
 import json
 import re
@@ -118,6 +119,18 @@ def parse_value(text: str, where: str) -> object:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: value is not valid yaml: {error}") from error
+
+
+def import_object(name: str, path: str) -> Any:
+    """What stands at the import path `package.module:name`, the value of the setting at `path`.
+
+    Raises `ConfigError` where there is nothing.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"$.{path}: cannot import {name!r}: {error}") from error
 
 
 def to_plain(config: msgspec.Struct) -> dict[str, Any]:

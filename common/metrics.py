@@ -41,6 +41,8 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_buffer_wait_seconds_total": ("Seconds the ingest waited, by what for", ("what",)),
     "vagen_learner_steps_total": ("Learner steps", ()),
     "vagen_learner_trajectories_total": ("Trajectories trained on", ()),
+    "vagen_learner_filtered_trajectories_total": ("Candidates that filters dropped, by filter", ("filter",)),
+    "vagen_learner_replayed_trajectories_total": ("Trajectories trained on again", ()),
     "vagen_learner_mixed_version_trajectories_total": ("Trained trajectories with tokens of several versions", ()),
     "vagen_learner_tokens_total": ("Tokens trained on, by role: policy or context", ("role",)),
     "vagen_learner_seconds_total": ("Seconds of the learner by stage", ("stage",)),
@@ -71,12 +73,17 @@ GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_buffer_running": ("Task leases held by actors", ()),
     "vagen_buffer_bytes": ("Payload bytes held", ()),
     "vagen_buffer_accounting": ("Terms of the accounting identity", ("term",)),
+    "vagen_buffer_filtered": ("Filtered trajectories, by reason", ("reason",)),
     "vagen_learner_step": ("Learner step", ()),
     "vagen_learner_policy_version": ("Version last published", ()),
     "vagen_learner_success": ("Success of the last trained batch", ()),
     "vagen_learner_reward": ("Mean total reward of the last trained batch", ()),
     "vagen_learner_loss": ("Loss of the last step, by part", ("part",)),
     "vagen_learner_logprob_mismatch": ("Mean |engine - learner| log-probability on the probe, last publish", ()),
+    "vagen_learner_selection": (
+        "Choice of the last batch, by statistic: filtered_share, replayed_share, weight_ess",
+        ("statistic",),
+    ),
     "vagen_learner_ratio": ("Importance ratio of the last batch, by statistic", ("statistic",)),
 }
 

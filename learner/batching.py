@@ -67,6 +67,8 @@ class TrainingBatch:
     num_tasks: int | None
     """Tasks of the run; None where the numbers are this batch's own and mean nothing to other ranks."""
     temperature: float
+    weights: torch.Tensor | None = None
+    """float32 [B]: what each trajectory counts in the loss beside its share; None where all count 1."""
     trajectories: list[Trajectory]
 
     @property
@@ -184,11 +186,13 @@ def prepare_batch(
     groups: Mapping[str, int],
     preparer: RowPreparer,
     tasks: Mapping[str, int] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> TrainingBatch:
     """Lay out trajectories as rows and flat arrays of policy tokens.
 
     `staleness` is that of each trajectory, `groups` numbers the groups of the global batch from 0, `tasks` the tasks of
-    the run. Without `tasks` those present are numbered by name, which only a rank that is alone may use.
+    the run. Without `tasks` those present are numbered by name, which only a rank that is alone may use. `weights` is
+    what each trajectory counts in the loss, 1 each by default.
     Raises `TrajectoryError` for what does not fit the model (grids, vocabulary, one temperature for the batch) and for
     a task without a number.
     """
@@ -233,6 +237,7 @@ def prepare_batch(
         task_ids=_task_ids(trajectories, tasks),
         num_tasks=None if tasks is None else len(tasks),
         temperature=temperatures.pop(),
+        weights=None if weights is None else torch.tensor(list(weights), dtype=torch.float32),
         trajectories=list(trajectories),
     )
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from vagen.buffer.selection.config import SelectionConfig
 from vagen.common.config import Section, require
 from vagen.learner.advantages.config import AdvantageConfig
 from vagen.learner.alarms import AlarmConfig
@@ -58,7 +59,7 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """Trajectories of one step, over all data-parallel ranks."""
     max_staleness: Annotated[int, msgspec.Meta(ge=0)] = 4
     """In learner steps, measured at consumption from a trajectory's oldest token; never exceeded."""
-    order: Literal["freshest", "oldest"] = "freshest"
+    selection: SelectionConfig = SelectionConfig()
     publish_every: PositiveInt = 1
     checkpoint_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 2

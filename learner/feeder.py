@@ -1,7 +1,7 @@
 """Batches ahead of time: takes, reads and prepares the next one in a thread while the present one trains.
 
-Every rank takes the same step and gets the same manifest, so no rank has to tell another; each then reads its own part
-of it, a function of (manifest, number of ranks).
+The first rank chooses and seals the manifest of a step, the others read it from the buffer, so no rank has to tell
+another; each then reads its own part of it, a function of (manifest, number of ranks).
 """
 
 from __future__ import annotations
@@ -86,7 +86,13 @@ class BatchFeeder:
         trajectories = self._source.read(entries)
         fetched = time.perf_counter()
         groups = {name: index for index, name in enumerate(dict.fromkeys(e.group_id for e in manifest.entries))}
-        batch = prepare_batch(trajectories, [entry.staleness for entry in entries], groups, self._preparer)
+        batch = prepare_batch(
+            trajectories,
+            [entry.staleness for entry in entries],
+            groups,
+            self._preparer,
+            weights=None if manifest.has_equal_weights else [entry.weight for entry in entries],
+        )
         seconds = {
             "claim": claimed - started,
             "fetch": fetched - claimed,

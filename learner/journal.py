@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vagen.buffer.manifest import Manifest
 from vagen.common.files import flush, make_directory
 from vagen.common.metrics import Metrics
 from vagen.common.trajectory import Trajectory
@@ -71,6 +72,7 @@ class StepJournal:
             "time": time.time(),
             "wall_s": time.time() - self._started,
             **_batch_fields(feed.batch),
+            "selection": _selection_fields(feed.manifest),
             **_update_fields(stats),
             "version": published.version if published else None,
             "publish": _publish_fields(published),
@@ -121,6 +123,11 @@ class StepJournal:
         m.gauge("vagen_learner_reward", line["reward_mean"])
         for part, value in line["loss"].items():
             m.gauge("vagen_learner_loss", value, part=part)
+        for name, count in line["selection"]["filtered"].items():
+            m.count("vagen_learner_filtered_trajectories_total", count, filter=name)
+        m.count("vagen_learner_replayed_trajectories_total", line["selection"]["replayed"])
+        for statistic in ("filtered_share", "replayed_share", "weight_ess"):
+            m.gauge("vagen_learner_selection", line["selection"][statistic], statistic=statistic)
         for statistic, value in line["ratio"].items():
             m.gauge("vagen_learner_ratio", value, statistic=statistic)
         for staleness in batch.staleness.tolist():
@@ -158,6 +165,18 @@ def _batch_fields(batch: TrainingBatch) -> dict[str, Any]:
         "context_tokens": batch.num_context_tokens,
         "staleness": {str(key): value for key, value in sorted(Counter(batch.staleness.tolist()).items())},
         "mixed_version_trajectories": sum(t.oldest_version != t.newest_version for t in trajectories),
+    }
+
+
+def _selection_fields(manifest: Manifest) -> dict[str, Any]:
+    """Of the global batch."""
+    return {
+        "considered": manifest.considered,
+        "filtered": dict(manifest.filtered),
+        "filtered_share": manifest.filtered_share,
+        "replayed": manifest.num_replayed,
+        "replayed_share": manifest.num_replayed / len(manifest.entries),
+        "weight_ess": manifest.weight_ess,
     }
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from vagen.buffer.learner_store import LearnerStore, Manifest, ManifestEntry, Order
+from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.manifest import Manifest, ManifestEntry
+from vagen.buffer.selection.selector import Selector
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import decode_trajectory
 
@@ -49,15 +51,21 @@ class BatchSource(Protocol):
 class BufferSource:
     """The live buffer: a sealed manifest a step, claimed again identically after a kill."""
 
-    def __init__(self, store: LearnerStore, feeder_store: LearnerStore, *, batch_size: int, order: Order) -> None:
-        """A connection for each of the two threads."""
+    def __init__(
+        self, store: LearnerStore, feeder_store: LearnerStore, *, batch_size: int, selector: Selector | None
+    ) -> None:
+        """A connection for each of the two threads. The first rank chooses by its `selector`; the others have none and
+        wait for what it seals.
+        """
         self._store = store
         self._feeder_store = feeder_store
         self._batch_size = batch_size
-        self._order = order
+        self._selector = selector
 
     def take(self, step: int, timeout_s: float) -> Manifest | None:
-        return self._feeder_store.claim(step, self._batch_size, timeout_s=timeout_s, order=self._order)
+        if self._selector is None:
+            return self._feeder_store.wait_sealed(step, timeout_s)
+        return self._selector.claim(step, self._batch_size, timeout_s)
 
     def read(self, entries: Sequence[ManifestEntry]) -> list[Trajectory]:
         payloads = self._feeder_store.fetch([entry.trajectory_id for entry in entries])

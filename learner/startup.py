@@ -20,6 +20,7 @@ import torch
 from ulid import ULID
 
 from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.selection.selector import Selector
 from vagen.buffer.settings import overrides
 from vagen.common.config import RunConfig, section
 from vagen.common.errors import ConfigError
@@ -115,7 +116,7 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
     with ExitStack() as stack:
         connect = _connector(redis_url, run.name, config, stack)
         store = connect()
-        _check_capacity(store, config)
+        _check_buffer(store, config)
         parts = stack.enter_context(learner_parts(run, config, model_dir, run_dir))
         learner = stack.enter_context(_live_learner(parts, store, connect()))
         reached = learner.run()
@@ -220,7 +221,8 @@ def _live_learner(parts: LearnerParts, store: LearnerStore, feeder_store: Learne
     incarnation = str(ULID())
     if parts.is_first:
         _announce(store, config, incarnation, parts.first_step)
-    source = BufferSource(store, feeder_store, batch_size=config.batch_size, order=config.order)
+    selector = Selector(feeder_store, config.selection, seed=parts.run.seed) if parts.is_first else None
+    source = BufferSource(store, feeder_store, batch_size=config.batch_size, selector=selector)
 
     def rescore(probe: Probe, url: str, version: int) -> float:
         answers = probe_engine(url, probe.requests(parts.vision), version, config.broadcast)
@@ -258,6 +260,7 @@ def _make_update(
 
 def _announce(store: LearnerStore, config: LearnerConfig, incarnation: str, first_step: int) -> None:
     """Finish what the checkpoint has made durable, and say where the run goes on."""
+    replay = config.selection.replay
     store.done([step for step in store.pending_manifests() if step < first_step])
     store.register(
         incarnation,
@@ -267,14 +270,22 @@ def _announce(store: LearnerStore, config: LearnerConfig, incarnation: str, firs
         publish_every=config.publish_every,
         total_steps=config.total_steps,
         required_capacity_bytes=config.required_capacity_bytes,
+        replay_max_bytes=replay.max_bytes if replay.share > 0 else 0,
+        replay_max_staleness=replay.max_staleness,
     )
     store.rollback(first_step - 1)
     for line in overrides(store.settings()):
         logger.warning("%s", line)
 
 
-def _check_capacity(store: LearnerStore, config: LearnerConfig) -> None:
-    capacity = store.status().capacity_bytes
+def _check_buffer(store: LearnerStore, config: LearnerConfig) -> None:
+    status = store.status()
+    capacity = status.capacity_bytes
+    if capacity > 0 and config.selection.order == "priority" and not status.priority_function:
+        raise ConfigError(
+            "$.buffer.priority.function: expected a priority function for $.learner.selection.order priority, "
+            "the buffer that serves this run has none"
+        )
     if 0 < capacity < config.required_capacity_bytes:
         raise ConfigError(
             f"$.buffer.capacity_bytes: expected int >= {config.required_capacity_bytes} = (checkpoint_every + "

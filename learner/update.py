@@ -255,6 +255,7 @@ class PolicyUpdate:
             config.loss,
             count=num_targets,
             logits=out.value_logits,
+            weights=data.trajectory_weights(taken),
         )
         loss = policy + critic
         losses |= critic_losses
@@ -292,12 +293,21 @@ class TokenData:
         self._loss_weights = torch.zeros(batch.num_policy_tokens)
 
     def weigh(self, slots: Tensor, weighting: str, reduce: Reduce | None) -> None:
-        """Set the loss weights of a minibatch's tokens (ascending slots), which sum to 1 over all ranks."""
+        """Set the loss weights of a minibatch's tokens (ascending slots): shares that sum to 1 over all ranks, times
+        the weights of their trajectories.
+        """
         turns, sequences = self._batch.turn_ids[slots], self._sequence_ids[slots]
         units = {"token": slots, "turn": turns, "sequence": sequences}[weighting]
         count = torch.tensor(float(torch.unique_consecutive(units).numel()), dtype=torch.float64)
         total = int(count if reduce is None else reduce(count))
         self._loss_weights[slots] = loss_weights(turns, sequences, weighting, total)  # type: ignore[arg-type]
+        weights = self.trajectory_weights(slots)
+        if weights is not None:
+            self._loss_weights[slots] *= weights
+
+    def trajectory_weights(self, taken: Tensor) -> Tensor | None:
+        """What the trajectories of the tokens at slots `taken` count, float32 [n]; None where all count 1."""
+        return None if self._batch.weights is None else self._batch.weights[self._batch.segment_ids[taken]]
 
     def inputs(self, taken: Tensor, logprobs: Tensor, entropy: Tensor) -> PolicyLossInputs:
         """Loss inputs of the tokens at slots `taken`."""

@@ -15,8 +15,11 @@ from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
 from vagen.actor.harness import make_harness
 from vagen.actor.local_engine.config import EngineConfig
 from vagen.buffer.config import BufferConfig
+from vagen.buffer.selection.filters import make_filter
+from vagen.buffer.selection.priority import get_priority
 from vagen.common.config import RunConfig, require, section
 from vagen.envs.registry import known_environments, parse_environment_config
+from vagen.learner.advantages.registry import get_estimator
 from vagen.learner.config import LearnerConfig, ModelConfig, SFTConfig
 from vagen.tools.config import DemoConfig
 
@@ -63,6 +66,7 @@ def validate_recipe(raw: Mapping[str, Any]) -> Recipe:
     _check_pacing(recipe)
     _check_estimator(recipe)
     _check_reward_placement(recipe)
+    _check_selection(recipe)
     return recipe
 
 
@@ -113,9 +117,36 @@ def _check_pacing(recipe: Recipe) -> None:
     )
 
 
-def _check_estimator(recipe: Recipe) -> None:
-    from vagen.learner.advantages.registry import get_estimator
+def _check_selection(recipe: Recipe) -> None:
+    """What the learner draws by must be there, and what compares the episodes of a group must have groups."""
+    selection, priority = recipe.learner.selection, recipe.buffer.priority
+    if priority.function is not None:
+        get_priority(priority.function)
+    require(
+        selection.order != "priority" or priority.function is not None,
+        "buffer.priority.function",
+        priority.function,
+        "a priority function for learner.selection.order priority, which draws by it",
+    )
+    for index, entry in enumerate(selection.filters):
+        path = f"learner.selection.filters[{index}]"
+        chosen = make_filter(entry, path)
+        require(
+            not chosen.needs_groups or recipe.actor.group_size >= 2,
+            f"{path}.name",
+            entry.name,
+            f"a filter of single trajectories with actor.group_size {recipe.actor.group_size}",
+        )
+    estimator = get_estimator(recipe.learner.advantage.name)
+    require(
+        not estimator.needs_groups or selection.replay.share == 0,
+        "learner.selection.replay.share",
+        selection.replay.share,
+        f"0 for the estimator {estimator.name}: a trajectory is replayed without its group",
+    )
 
+
+def _check_estimator(recipe: Recipe) -> None:
     estimator = get_estimator(recipe.learner.advantage.name)
     require(
         not (estimator.row_local and make_harness(recipe.harness).splits_episode_across_rows),

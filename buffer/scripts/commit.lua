@@ -1,10 +1,12 @@
 -- Decides on one trajectory whose payload a SET NX of the same transaction has written.
 -- ARGV: id, bytes, now, capacity and policy of the recipe, actor, sequence number, task, attempt, is last, group, group size,
--- policy versions. Returns {verdict, field, problem}.
+-- policy versions, attributes (see LIVE in keys.py), weight in millionths (0: none), draw of a unit exponential.
+-- Returns {verdict, field, problem}.
 local id, bytes, now = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local actor, seq = ARGV[6], tonumber(ARGV[7])
 local index, attempt, is_last = ARGV[8], tonumber(ARGV[9]), ARGV[10] == '1'
 local group, size = ARGV[11], tonumber(ARGV[12])
+local weight, draw = tonumber(ARGV[15]), tonumber(ARGV[16])
 
 local function reject(verdict, field, problem)
   redis.call('UNLINK', K.payload .. id)
@@ -36,7 +38,7 @@ local function make_room()
         stat('ready', -1)
         free = free + held
       end
-      unready(unit)
+      unready({ unit })
     end
   end
   return true
@@ -83,13 +85,12 @@ end
 if not make_room() then return reject('full') end
 
 -- Not %s, which ends at a zero byte.
-redis.call('HSET', K.live, id, string.format('%d:%d:', oldest, bytes) .. group)
+redis.call('HSET', K.live, id, string.format('%d:%d:', oldest, bytes) .. ARGV[14] .. group)
 redis.call('ZADD', K.seen, oldest, id)
 local arrival = stat('stored', 1)
 stat('bytes', bytes)
 if size == 1 then
-  redis.call('ZADD', K.ready, oldest, id)
-  redis.call('ZADD', K.arrived, arrival, id)
+  enter(id, oldest, arrival, weight, draw)
   stat('ready', 1)
 else
   local key = K.group .. group
@@ -103,6 +104,8 @@ else
     redis.call('HSET', key, 'room', string.format('%d', left))
     stat('room', left - tonumber(room or '0'))
     redis.call('HSETNX', key, 'arrived', arrival)
+    redis.call('HINCRBY', key, 'weight', string.format('%d', weight))
+    redis.call('HSETNX', key, 'draw', ARGV[16])
     redis.call('ZADD', K.waiting, 'NX', now, group)
     stat('awaiting', 1)
     stat('awaiting_bytes', bytes)

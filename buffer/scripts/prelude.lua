@@ -16,18 +16,43 @@ local function setting(name, recipe)
   return recipe
 end
 
--- Step, bytes and group of a trajectory that has a payload.
+-- Step, bytes, group and success of a trajectory that has a payload.
 local function describe(id)
-  local step, bytes, group = string.match(redis.call('HGET', K.live, id), '^(-?%d+):(%d+):(.*)$')
-  return tonumber(step), tonumber(bytes), group
+  local step, bytes, success, length, names = string.match(
+    redis.call('HGET', K.live, id), '^(-?%d+):(%d+):[^:]*:(%d):%d+:%d+:(%d+):(.*)$')
+  return tonumber(step), tonumber(bytes), string.sub(names, tonumber(length) + 1), success == '1'
 end
 
--- Frees a payload and counts the trajectory under its fate.
-local function drop(id, bytes, fate)
+-- Frees a payload and counts the trajectory under its fate; of a filtered one the reason is counted too.
+local function drop(id, bytes, fate, reason)
   redis.call('UNLINK', K.payload .. id)
   redis.call('HDEL', K.live, id)
   stat('bytes', -bytes)
   stat(fate, 1)
+  if fate == 'filtered' then redis.call('HINCRBY', K.filtered_reasons, reason, 1) end
+end
+
+-- Makes a unit claimable. A weight of 0: the ingest has no priority function.
+local function enter(unit, oldest, arrival, weight, draw)
+  redis.call('ZADD', K.ready, oldest, unit)
+  redis.call('ZADD', K.arrived, arrival, unit)
+  if weight <= 0 then return end
+  redis.call('HSET', K.weights, unit, string.format('%d', weight))
+  stat('weight', weight)
+  -- Keys start where the drawing has come to: an exponential has no memory, so units that stayed behind and units that
+  -- arrive are drawn in proportion to their weights.
+  redis.call('ZADD', K.picks, number(K.stat, 'drawn') + draw / weight, unit)
+end
+
+-- The unit is claimed, evicted or filtered: nothing of it stays but the payloads.
+local function leave(unit)
+  redis.call('ZREM', K.ready, unit)
+  if string.sub(unit, 1, 2) == 'g:' then redis.call('DEL', K.group .. string.sub(unit, 3)) end
+  local weight = redis.call('HGET', K.weights, unit)
+  if not weight then return end
+  redis.call('HDEL', K.weights, unit)
+  redis.call('ZREM', K.picks, unit)
+  stat('weight', -tonumber(weight))
 end
 
 -- Trajectories of a unit of `ready`, in a fixed order. Ids have 26 characters, the other fields of a group fewer.
@@ -49,13 +74,6 @@ local function wake()
   end
 end
 
--- Takes a whole unit out of those that are ready.
-local function unready(unit)
-  redis.call('ZREM', K.ready, unit)
-  redis.call('ZREM', K.arrived, unit)
-  if string.sub(unit, 1, 2) == 'g:' then redis.call('DEL', K.group .. string.sub(unit, 3)) end
-end
-
 -- Makes a waiting group ready as it is and gives back what is left of its room.
 local function release(group)
   local key = K.group .. group
@@ -69,11 +87,39 @@ local function release(group)
   stat('room', -number(key, 'room'))
   redis.call('HDEL', key, 'room')
   redis.call('ZREM', K.waiting, group)
-  redis.call('ZADD', K.ready, oldest, 'g:' .. group)
-  redis.call('ZADD', K.arrived, number(key, 'arrived'), 'g:' .. group)
+  enter('g:' .. group, oldest, number(key, 'arrived'), math.floor(number(key, 'weight') / count), number(key, 'draw'))
   stat('awaiting', -count)
   stat('awaiting_bytes', -total)
   stat('ready', count)
+end
+
+-- Drops all of a ready unit.
+local function drop_unit(unit, reason)
+  for _, id in ipairs(members(unit)) do
+    local _, bytes = describe(id)
+    drop(id, bytes, 'filtered', reason)
+    stat('ready', -1)
+  end
+  leave(unit)
+end
+
+-- Forgets an unclaimed trajectory that was kept for replay.
+local function forget(id)
+  local bytes = string.match(redis.call('HGET', K.replay_live, id), '^-?%d+:(%d+)')
+  redis.call('ZREM', K.replay, id)
+  redis.call('HDEL', K.replay_live, id)
+  redis.call('UNLINK', K.replay_payload .. id)
+  stat('replay_bytes', -tonumber(bytes))
+end
+
+-- Holds the replay store to its bound, the oldest first. Claimed ones are not in the set: their payloads stay.
+local function trim_replay()
+  local bound = number(K.learner, 'replay_max_bytes')
+  while number(K.stat, 'replay_bytes') > bound do
+    local oldest = redis.call('ZRANGE', K.replay, 0, 0)[1]
+    if not oldest then return end
+    forget(oldest)
+  end
 end
 
 -- Bytes a trajectory adds to those spoken for: the first of a group speaks for all, later ones use that room.

@@ -1,5 +1,7 @@
 -- The learner's pacing parameters. ARGV: incarnation, step to claim next, batch size, max staleness, publish every,
--- last step (0: none), capacity it needs in bytes.
+-- last step (0: none), capacity it needs in bytes, bytes kept for replay (0: none), their max staleness.
 redis.call('HSET', K.learner, 'incarnation', ARGV[1], 'step', ARGV[2], 'batch_size', ARGV[3], 'max_staleness', ARGV[4],
-  'publish_every', ARGV[5], 'total_steps', ARGV[6], 'required_capacity_bytes', ARGV[7])
+  'publish_every', ARGV[5], 'total_steps', ARGV[6], 'required_capacity_bytes', ARGV[7], 'replay_max_bytes', ARGV[8],
+  'replay_max_staleness', ARGV[9])
+trim_replay()
 return 1

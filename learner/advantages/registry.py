@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from vagen.common.config import import_object
 from vagen.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,11 +93,7 @@ def get_estimator(name: str) -> Estimator:
 
 
 def _import_estimator(path: str) -> Estimator:
-    module_name, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"$.learner.advantage.name: cannot import {path!r}: {error}") from error
+    found = import_object(path, "learner.advantage.name")
     if not isinstance(found, Estimator):
         raise ConfigError(
             f"$.learner.advantage.name: {path!r} is not an estimator; decorate it with "

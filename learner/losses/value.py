@@ -18,6 +18,7 @@ def value_loss(
     config: LossConfig,
     count: int | Tensor | None = None,
     logits: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`value_weight` times the mean loss of the tokens with a target, and diagnostics; both add up over micro-batches.
 
@@ -25,14 +26,16 @@ def value_loss(
     `mse` is `(v - t)^2 / 2`; `smooth_l1` the same within 1 of the target and linear beyond. `value_clip` takes the
     larger of the losses of `v` and of `v` kept within the bound of its old value (Schulman et al. 2017). `two_hot` is
     the cross-entropy of `logits` (float32 `[n, value_bins]`, with gradient, not needed otherwise): see `two_hot_loss`.
-    `count` is the number of targets in the global batch, this tensor's own by default. Raises `TrajectoryError` for
-    unequal shapes.
+    `weights`, float32 `[n]`, multiply each token's share. `count` is the number of targets in the global batch, this
+    tensor's own by default. Raises `TrajectoryError` for unequal shapes.
     """
-    for name, tensor in (("old_values", old_values), ("targets", targets), ("mask", mask)):
-        if tensor.shape != values.shape:
+    for name, tensor in (("old_values", old_values), ("targets", targets), ("mask", mask), ("weights", weights)):
+        if tensor is not None and tensor.shape != values.shape:
             raise TrajectoryError(name, f"expected shape {list(values.shape)}, got {list(tensor.shape)}")
     targets = torch.where(mask, targets, values).detach()
     share = mask.to(values.dtype) / (mask.sum() if count is None else torch.as_tensor(count)).clamp(min=1)
+    if weights is not None:
+        share = share * weights
     if config.value_loss == "two_hot":
         return _categorical(logits, targets, share, config)
     losses = _error(values, targets, config)

@@ -19,6 +19,7 @@ from ulid import ULID
 from vagen.buffer.config import BufferConfig
 from vagen.buffer.learner_store import LearnerStore
 from vagen.buffer.requests import Put, read_request
+from vagen.buffer.selection.priority import Prioritizer
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.service import Ready, read_ready, ready_path
 from vagen.buffer.store import IngestStore, Outcome
@@ -258,6 +259,7 @@ class Bench:
         self.config = BufferConfig(**config)
         self.store = IngestStore(valkey.url, "run", self.config)
         self.learner = LearnerStore.connect(valkey.url, "run", timeout_s=10)
+        self.prioritizer = Prioritizer(self.config.priority)
         self.make = make
         self.now = time.time()
         self.seq = 0
@@ -277,7 +279,7 @@ class Bench:
         self.seq = fields.setdefault("actor_seq", self.seq + 1)
         envelope, payload = encode_trajectory(self.make(**fields))
         frames = [memoryview(frame) for frame in (b"peer", Kind.PUT.value, envelope, payload)]
-        request = read_request(frames, "run", self.config.capacity_bytes)
+        request = read_request(frames, "run", self.config.capacity_bytes, self.prioritizer)
         assert isinstance(request, Put), request
         return request
 

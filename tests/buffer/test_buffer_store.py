@@ -110,7 +110,7 @@ def test_learner_gives_up_on_a_dead_redis(bench):
     os.kill(bench.valkey.pid, signal.SIGKILL)
     bench.valkey._process.wait()
     started = time.monotonic()
-    with pytest.raises(BufferUnavailableError, match="claim"):
+    with pytest.raises(BufferUnavailableError, match="propose"):
         bench.learner.claim(0, 1, 0)
     assert time.monotonic() - started < 5
 

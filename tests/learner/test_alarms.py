@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.common.config import convert
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
@@ -168,7 +169,12 @@ def write(file, steps, metrics, monkeypatch, settings=None) -> list[dict]:
     journal = StepJournal(file, metrics, AlarmConfig())
     spreads = iter(steps)
     monkeypatch.setattr(journal_module, "_batch_fields", lambda batch: _batch_fields(next(spreads)))
-    feed = SimpleNamespace(batch=SimpleNamespace(staleness=SimpleNamespace(tolist=lambda: [0])), notes=None)
+    entry = ManifestEntry(trajectory_id="t", num_bytes=1, oldest_step=0, staleness=0, group_id="g")
+    feed = SimpleNamespace(
+        batch=SimpleNamespace(staleness=SimpleNamespace(tolist=lambda: [0])),
+        manifest=Manifest(step=0, entries=(entry,), sealed_at=0.0),
+        notes=None,
+    )
     lines = [
         journal.write(step, feed, STATS, None, None, {"total": 1.0}, (settings or {}).get(step))
         for step in range(len(steps))

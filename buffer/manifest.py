@@ -1,0 +1,66 @@
+"""The sealed batch of one learner step, as it is stored and as every rank reads it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory of a batch."""
+
+    trajectory_id: str
+    num_bytes: int
+    oldest_step: int
+    """Learner step of the version of its oldest policy token."""
+    staleness: int
+    """In learner steps, as of the first claim."""
+    group_id: str
+    weight: float = 1.0
+    """What it counts in the loss, in (0, 1]: less than 1 where it was drawn more often than others."""
+    replayed: bool = False
+    """It was trained before: outside the accounting identity."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The batch of one learner step; never changes once sealed."""
+
+    step: int
+    entries: tuple[ManifestEntry, ...]
+    sealed_at: float
+    """Unix time in seconds."""
+    considered: int = 0
+    """Candidates that the filters saw for this step; 0 without filters."""
+    filtered: dict[str, int] = {}
+    """Those of `considered` that were dropped, by filter, since the process that sealed the batch began the step."""
+
+    @property
+    def ids(self) -> list[str]:
+        """Trajectory ids, in order."""
+        return [entry.trajectory_id for entry in self.entries]
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of the batch."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def num_replayed(self) -> int:
+        """Entries that were trained before."""
+        return sum(entry.replayed for entry in self.entries)
+
+    @property
+    def filtered_share(self) -> float:
+        """Dropped share of the candidates."""
+        return sum(self.filtered.values()) / self.considered if self.considered else 0.0
+
+    @property
+    def has_equal_weights(self) -> bool:
+        """Whether every entry counts 1."""
+        return all(entry.weight == 1.0 for entry in self.entries)
+
+    @property
+    def weight_ess(self) -> float:
+        """Effective sample size of the entries' weights over their number, `(sum w)^2 / (n sum w^2)`; 1 if equal."""
+        weights = [entry.weight for entry in self.entries]
+        squares = sum(weight * weight for weight in weights)
+        return sum(weights) ** 2 / (len(weights) * squares) if squares else 0.0

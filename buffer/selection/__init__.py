@@ -1,0 +1,1 @@
+"""What a learner step is trained on: orders, filters with refill, replay. Imports without torch."""
