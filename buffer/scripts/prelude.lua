@@ -44,15 +44,33 @@ local function enter(unit, oldest, arrival, weight, draw)
   redis.call('ZADD', K.picks, number(K.stat, 'drawn') + draw / weight, unit)
 end
 
--- The unit is claimed, evicted or filtered: nothing of it stays but the payloads.
-local function leave(unit)
-  redis.call('ZREM', K.ready, unit)
-  if string.sub(unit, 1, 2) == 'g:' then redis.call('DEL', K.group .. string.sub(unit, 3)) end
-  local weight = redis.call('HGET', K.weights, unit)
-  if not weight then return end
-  redis.call('HDEL', K.weights, unit)
-  redis.call('ZREM', K.picks, unit)
-  stat('weight', -tonumber(weight))
+-- Calls `visit` with at most 1000 items at a time: a command's arguments go over Lua's stack.
+local function in_chunks(items, visit)
+  for first = 1, #items, 1000 do
+    local chunk = {}
+    for i = first, math.min(first + 999, #items) do chunk[#chunk + 1] = items[i] end
+    visit(chunk)
+  end
+end
+
+-- The units are claimed, evicted or filtered: nothing of them stays but the payloads.
+local function unready(units)
+  in_chunks(units, function(chunk)
+    redis.call('ZREM', K.ready, unpack(chunk))
+    redis.call('ZREM', K.arrived, unpack(chunk))
+    local ranked, total = {}, 0
+    for i, weight in ipairs(redis.call('HMGET', K.weights, unpack(chunk))) do
+      if string.sub(chunk[i], 1, 2) == 'g:' then redis.call('DEL', K.group .. string.sub(chunk[i], 3)) end
+      if weight then
+        ranked[#ranked + 1] = chunk[i]
+        total = total + tonumber(weight)
+      end
+    end
+    if #ranked == 0 then return end
+    redis.call('HDEL', K.weights, unpack(ranked))
+    redis.call('ZREM', K.picks, unpack(ranked))
+    stat('weight', -total)
+  end)
 end
 
 -- Trajectories of a unit of `ready`, in a fixed order. Ids have 26 characters, the other fields of a group fewer.
@@ -100,7 +118,7 @@ local function drop_unit(unit, reason)
     drop(id, bytes, 'filtered', reason)
     stat('ready', -1)
   end
-  leave(unit)
+  unready({ unit })
 end
 
 -- Forgets an unclaimed trajectory that was kept for replay.

@@ -6,10 +6,10 @@
 local step, wanted, limit, order = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local sealed = redis.call('GET', K.manifest .. ARGV[1])
 if sealed then return sealed end
-local max_staleness = redis.call('HGET', K.learner, 'max_staleness')
-if not max_staleness then return redis.error_reply('ERR claim before register') end
-local floor = step - tonumber(max_staleness)
-local drops_partial = redis.call('HGET', K.config, 'partial_groups') == 'drop'
+local registered = redis.call('HGET', K.learner, 'max_staleness')
+if not registered then return redis.error_reply('ERR claim before register') end
+local floor = step - tonumber(setting('max_staleness', registered))
+local drops_partial = redis.call('HGET', K.config, 'partial_groups') == '"drop"'
 
 -- Units whose oldest member is stale lose their stale members; the others stay, or are a partial group.
 for _, unit in ipairs(redis.call('ZRANGE', K.ready, '-inf', '(' .. floor, 'BYSCORE')) do
@@ -25,7 +25,7 @@ for _, unit in ipairs(redis.call('ZRANGE', K.ready, '-inf', '(' .. floor, 'BYSCO
     end
   end
   if oldest == math.huge then
-    leave(unit)
+    unready({ unit })
   elseif drops_partial then
     drop_unit(unit, 'partial_group')
   else
@@ -43,7 +43,9 @@ end
 
 local candidates, count, seen = {}, 0, {}
 local function look(units)
-  for _, unit in ipairs(units) do
+  if #units == 0 then return end
+  local weights = redis.call('HMGET', K.weights, unpack(units))
+  for i, unit in ipairs(units) do
     if count >= limit then return end
     if not seen[unit] then
       seen[unit] = true
@@ -54,7 +56,7 @@ local function look(units)
         count = count + 1
       end
       candidates[#candidates + 1] = unit
-      candidates[#candidates + 1] = redis.call('HGET', K.weights, unit) or '0'
+      candidates[#candidates + 1] = weights[i] or '0'
       candidates[#candidates + 1] = described
     end
   end
@@ -77,7 +79,7 @@ elseif order == 'uniform' then
     local j = math.random(i)
     units[i], units[j] = units[j], units[i]
   end
-  look(units)
+  in_chunks(units, look)
 else
   if order == 'priority' then pages(K.picks) end
   -- Of `priority` those that were stored before the ingest had a priority function.

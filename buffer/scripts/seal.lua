@@ -6,10 +6,18 @@
 local sealed = redis.call('GET', K.manifest .. ARGV[1])
 if sealed then return { sealed, {} } end
 local request = cjson.decode(ARGV[3])
-local floor = tonumber(ARGV[1]) - number(K.learner, 'max_staleness')
+local step = tonumber(ARGV[1])
+local floor = step - tonumber(setting('max_staleness', redis.call('HGET', K.learner, 'max_staleness')))
 
-local function is_same(item)
-  local score = redis.call('ZSCORE', K.ready, item.unit)
+local units, scores, drawn = {}, {}, number(K.stat, 'drawn')
+for i, item in ipairs(request.units) do units[i] = item.unit end
+in_chunks(units, function(chunk)
+  for _, score in ipairs(redis.call('ZMSCORE', K.ready, unpack(chunk))) do scores[#scores + 1] = score end
+  if not request.drawn then return end
+  for _, key in ipairs(redis.call('ZMSCORE', K.picks, unpack(chunk))) do drawn = math.max(drawn, tonumber(key or '0')) end
+end)
+
+local function is_same(item, score)
   if not score or (#item.take > 0 and tonumber(score) < floor) then return false end
   local known, open = {}, 0
   local function note(ids)
@@ -28,17 +36,16 @@ local function is_same(item)
   return open == 0
 end
 local changed = {}
-for _, item in ipairs(request.units) do
-  if not is_same(item) then changed[#changed + 1] = item.unit end
+for i, item in ipairs(request.units) do
+  if not is_same(item, scores[i]) then changed[#changed + 1] = item.unit end
 end
 for _, id in ipairs(request.replay) do
   if not redis.call('ZSCORE', K.replay, id) then changed[#changed + 1] = id end
 end
 if #changed > 0 then return { '', changed } end
 
-local count, drawn = 0, number(K.stat, 'drawn')
+local count, gone = 0, {}
 for _, item in ipairs(request.units) do
-  if request.drawn then drawn = math.max(drawn, tonumber(redis.call('ZSCORE', K.picks, item.unit) or '0')) end
   for reason, ids in pairs(item.drop) do
     for _, id in ipairs(ids) do
       local _, bytes, group = describe(id)
@@ -49,13 +56,14 @@ for _, item in ipairs(request.units) do
   end
   count = count + #item.take
   if #item.keep == 0 then
-    leave(item.unit)
+    gone[#gone + 1] = item.unit
   else
     local oldest = math.huge
     for _, id in ipairs(item.keep) do oldest = math.min(oldest, (describe(id))) end
     redis.call('ZADD', K.ready, oldest, item.unit)
   end
 end
+unready(gone)
 redis.call('HSET', K.stat, 'drawn', string.format('%.17g', drawn))
 if ARGV[2] == '' then return { '', {} } end
 
@@ -65,7 +73,7 @@ stat('claimed', count)
 stat('claimed_bytes', request.num_bytes)
 redis.call('HSET', K.claims, ARGV[1], count)
 redis.call('HSET', K.untrained, ARGV[1], count)
-redis.call('HSET', K.learner, 'want', 0)
+redis.call('HSET', K.learner, 'want', 0, 'claimed', math.max(step, number(K.learner, 'claimed')))
 if floor > number(K.learner, 'floor') then
   redis.call('HSET', K.learner, 'floor', floor)
   redis.call('ZREMRANGEBYSCORE', K.seen, '-inf', '(' .. floor)

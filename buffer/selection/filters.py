@@ -1,7 +1,7 @@
 """Filters: which candidates of a step are not worth training on.
 
-A filter is a pure function from units to the ids to drop. It is called with every unit seen for the step so far, those
-among them that it dropped earlier, so that what it decides by rank does not depend on the pace at which data arrives.
+A filter is a pure function from units to the ids to drop. It is called with every unit seen for the step so far, also
+those that were dropped before, so that what it decides by rank does not depend on the pace at which data arrives.
 Most compare the episodes of a group and need groups of two or more.
 """
 
@@ -65,7 +65,8 @@ class RewardVarianceTopP(UnitFilter, frozen=True, kw_only=True):
         bound, reached, dropped = self.p * sum(variances), 0.0, []
         if bound == 0:
             return ()
-        for index in sorted(range(len(units)), key=lambda index: (-variances[index], units[index].name)):
+        left = [index for index, unit in enumerate(units) if not unit.was_dropped]
+        for index in sorted(left, key=lambda index: (-variances[index], units[index].name)):
             if reached >= bound:
                 dropped.append(units[index])
             reached += variances[index]
@@ -83,8 +84,8 @@ class StarPOS(UnitFilter, frozen=True, kw_only=True):
     share: Fraction = 0.25
 
     def __call__(self, units: Sequence[Unit]) -> Collection[str]:
-        deviations = {unit.name: statistics.pstdev(unit.rewards) for unit in units}
-        ranked = sorted(units, key=lambda unit: (-deviations[unit.name], unit.name))
+        deviations = {unit.name: statistics.pstdev(unit.rewards) for unit in units if not unit.was_dropped}
+        ranked = sorted((unit for unit in units if not unit.was_dropped), key=lambda u: (-deviations[u.name], u.name))
         return _ids(ranked[max(1, int(self.share * len(units))) :])
 
     def pool(self, wanted: int) -> int:

@@ -143,7 +143,7 @@ class Selector:
     def _judge(self) -> dict[str, dict[str, list[str]]]:
         """What the filters drop of what is kept: ids by unit and filter."""
         this = self._round
-        units = [unit for unit in this.seen.values() if unit.members]
+        units = this.shown
         dropped: dict[str, dict[str, list[str]]] = {}
         for name, function in self._filters:
             ids = frozenset(function(units))
@@ -247,6 +247,14 @@ class _Round:
                 members = tuple(member for member in unit.members if member.trajectory_id in present)
                 units.append(msgspec.structs.replace(unit, members=members))
         return units
+
+    @property
+    def shown(self) -> list[Unit]:
+        """What filters see: every unit as it was proposed, marked where all of it was dropped."""
+        return [
+            unit if self.present[name] else msgspec.structs.replace(unit, was_dropped=True)
+            for name, unit in self.seen.items()
+        ]
 
     @property
     def num_kept(self) -> int:

@@ -33,6 +33,8 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Candidate, ...]
     weight: float = 0.0
     """Relative probability of being drawn, in arbitrary units; 0 where the buffer has no priority function."""
+    was_dropped: bool = False
+    """An earlier look at the same step dropped all of it; filters are shown it for what it says of the others."""
 
     def __len__(self) -> int:
         return len(self.members)

@@ -17,14 +17,18 @@ import zmq
 from ulid import ULID
 
 from vagen.buffer.config import BufferConfig
+from vagen.buffer.connection import make_client
+from vagen.buffer.keys import Key, Keys
 from vagen.buffer.learner_store import LearnerStore
 from vagen.buffer.requests import Put, read_request
+from vagen.buffer.selection.config import FilterConfig, SelectionConfig
 from vagen.buffer.selection.priority import Prioritizer
+from vagen.buffer.selection.selector import Selector
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.service import Ready, read_ready, ready_path
 from vagen.buffer.store import IngestStore, Outcome
 from vagen.common.curve import ActorKeys
-from vagen.common.trajectory import Trajectory
+from vagen.common.trajectory import RewardEntry, Trajectory
 from vagen.common.wire import (
     CreditRequest,
     EngineAnnouncement,
@@ -265,9 +269,9 @@ class Bench:
         self.seq = 0
         self.peers = 0
 
-    def learn(self, step: int = 0, batch_size: int = 4, max_staleness: int = 2) -> None:
+    def learn(self, step: int = 0, batch_size: int = 4, max_staleness: int = 2, **more: int) -> None:
         """A learner registers and publishes version `step + 1` of its step to an engine."""
-        self.learner.register("learner", step=step, batch_size=batch_size, max_staleness=max_staleness)
+        self.learner.register("learner", step=step, batch_size=batch_size, max_staleness=max_staleness, **more)
         self.publish(step)
 
     def publish(self, step: int) -> int:
@@ -277,19 +281,49 @@ class Bench:
 
     def put(self, **fields: Any) -> Put:
         self.seq = fields.setdefault("actor_seq", self.seq + 1)
-        envelope, payload = encode_trajectory(self.make(**fields))
-        frames = [memoryview(frame) for frame in (b"peer", Kind.PUT.value, envelope, payload)]
-        request = read_request(frames, "run", self.config.capacity_bytes, self.prioritizer)
+        request = self.read(self.make(**fields))
         assert isinstance(request, Put), request
         return request
 
+    def read(self, trajectory: Trajectory) -> Any:
+        """The request that the ingest makes of a trajectory's message."""
+        envelope, payload = encode_trajectory(trajectory)
+        frames = [memoryview(frame) for frame in (b"peer", Kind.PUT.value, envelope, payload)]
+        return read_request(frames, "run", self.config.capacity_bytes, self.prioritizer)
+
     def commit(self, *requests: Any) -> list[Outcome]:
         return self.store.commit(requests, self.now).outcomes
+
+    def bytes_in_redis(self, key: Key = Key.PAYLOAD) -> int:
+        """Payload bytes that are really there."""
+        client = make_client(self.valkey.url)
+        return sum(client.strlen(name) for name in client.scan_iter(Keys("run").of(key, "*")))
 
     def store_one(self, **fields: Any) -> str:
         put = self.put(**fields)
         assert [outcome.verdict for outcome in self.commit(put)] == ["stored"]
         return put.trajectory_id
+
+    def store_group(self, successes: str, **fields: Any) -> list[str]:
+        """A whole group: `1` is a success of reward 1, `0` a failure of reward 0."""
+        group = fields.pop("group_id", str(ULID()))
+        size = fields.pop("group_size", len(successes))
+        return [self.store_scored(one == "1", group_id=group, group_size=size, **fields) for one in successes]
+
+    def store_scored(self, success: bool, reward: float | None = None, **fields: Any) -> str:
+        """One trajectory of a total reward, that of its success by default."""
+        value = float(success) if reward is None else reward
+        return self.store_one(success=success, rewards=self.reward(value), **fields)
+
+    def reward(self, value: float) -> tuple[RewardEntry, ...]:
+        """Rewards of a total."""
+        return (RewardEntry(component="task", row=0, token=9, value=value),)
+
+    def selector(self, filters: Sequence[Any] = (), *, remind_s: float = 15.0, **config: Any) -> Selector:
+        """A selector with its own connection; filters are names, or names with options."""
+        pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in filters]
+        chosen = tuple(FilterConfig(name=name, options=options) for name, options in pairs)
+        return Selector(self.learner, SelectionConfig(filters=chosen, **config), seed=0, remind_s=remind_s)
 
     def tick(self, after_s: float = 0.0) -> tuple[int, int, int]:
         self.now += after_s

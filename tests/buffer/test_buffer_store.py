@@ -30,12 +30,6 @@ def valkey(request, tmp_path):
     server.stop()
 
 
-def bytes_in_redis(bench):
-    """Payload bytes that are really there."""
-    client = make_client(bench.valkey.url)
-    return sum(client.strlen(key) for key in client.scan_iter(Keys("run").of(Key.PAYLOAD, "*")))
-
-
 def test_payload_comes_back_as_it_came(bench):
     bench = bench()
     bench.learn()
@@ -57,7 +51,7 @@ def test_resend_is_stored_once_whatever_became_of_the_first(bench):
     verdicts.append(bench.commit(put)[0].verdict)
     assert verdicts == ["stored", "duplicate", "duplicate", "duplicate"]
     assert bench.learner.claim(1, 1, 0) is None
-    assert bytes_in_redis(bench) == 0
+    assert bench.bytes_in_redis() == 0
     accounting = bench.learner.accounting()
     assert (accounting.trained, accounting.pending, accounting.duplicates) == (1, 0, 3)
 
@@ -135,7 +129,7 @@ def test_stale_is_evicted_at_the_claim_and_counted(bench):
     assert [(entry.trajectory_id, entry.oldest_step, entry.staleness) for entry in manifest.entries] == [(kept, 1, 2)]
     accounting = bench.learner.accounting()
     assert (accounting.stale, accounting.claimed, accounting.ready) == (1, 1, 0)
-    assert bytes_in_redis(bench) == bench.learner.status().num_bytes == manifest.num_bytes
+    assert bench.bytes_in_redis() == bench.learner.status().num_bytes == manifest.num_bytes
 
 
 def test_staleness_counts_learner_steps_not_versions(bench):
@@ -166,7 +160,7 @@ def test_late_arrival_is_stale_and_late_resend_is_not_counted_again(bench):
     assert outcomes[0].field == "policy_versions"
     accounting = bench.learner.accounting()
     assert (accounting.stale, accounting.trained, accounting.claimed) == (1, 1, 1)
-    assert bytes_in_redis(bench) == bench.learner.status().num_bytes
+    assert bench.bytes_in_redis() == bench.learner.status().num_bytes
 
 
 def test_step_going_back_never_reopens_what_was_forgotten(bench):
@@ -193,7 +187,7 @@ def test_unknown_version_is_refused_once(bench):
     assert "version 7" in outcomes[0].problem and outcomes[0].problem == outcomes[1].problem
     accounting = bench.learner.accounting()
     assert (accounting.refused, accounting.refused_by_field) == (1, {"policy_versions": 1})
-    assert bytes_in_redis(bench) == 0
+    assert bench.bytes_in_redis() == 0
 
 
 class TestGroups:
@@ -270,7 +264,7 @@ class TestGroups:
         assert bench.learner.claim(5, 1, 0) is None
         accounting = bench.learner.accounting()
         assert (accounting.stale, accounting.pending) == (2, 0)
-        assert bytes_in_redis(bench) == 0 == bench.learner.status().num_bytes
+        assert bench.bytes_in_redis() == 0 == bench.learner.status().num_bytes
 
 
 class TestCapacity:
@@ -280,7 +274,7 @@ class TestCapacity:
         puts = [bench.put(num_bytes=20000) for _ in range(4)]
         assert bench.store.fitting(puts) == [True, True, True, False]
         assert [outcome.verdict for outcome in bench.commit(*puts)] == ["stored"] * 3 + ["full"]
-        assert bytes_in_redis(bench) <= 1 << 16
+        assert bench.bytes_in_redis() <= 1 << 16
         bench.learner.claim(0, 3, 0)
         assert bench.store.fitting(puts[3:]) == [False], "claimed payloads still take room"
         bench.learner.done([0])
@@ -311,7 +305,7 @@ def test_done_frees_counts_once_and_knows_the_filtered(bench):
     assert bench.learner.done([0]) == 0
     accounting = bench.learner.accounting()
     assert (accounting.trained, accounting.filtered, accounting.pending) == (3, 1, 0)
-    assert bench.learner.status().num_bytes == 0 == bytes_in_redis(bench)
+    assert bench.learner.status().num_bytes == 0 == bench.bytes_in_redis()
     with pytest.raises(InfrastructureError, match=manifest.ids[0]):
         bench.learner.fetch(manifest.ids)
 
