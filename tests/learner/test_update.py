@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -36,6 +38,29 @@ def test_the_same_step_gives_the_same_bits(make_update, batch):
         update.run(batch, step=4, version=1)
         runs.append(weights(model))
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_weights_of_one_are_no_weights_to_the_bit(make_update, batch):
+    found = []
+    for given in (None, torch.ones(batch.num_segments)):
+        update, model, _ = make_update()
+        stats = update.run(dataclasses.replace(batch, weights=given), step=4, version=1)
+        found.append((stats.losses, weights(model)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], parameter) for name, parameter in found[1][1].items())
+
+
+def test_a_trajectory_counts_by_its_weight_in_every_loss(make_update, batch):
+    """The losses are means of sums over trajectories: those of each alone add up to those of all."""
+    parts = []
+    for given in (None, *torch.eye(batch.num_segments), torch.full((batch.num_segments,), 0.5)):
+        update, *_ = make_update(ppo_epochs=1, minibatch_rows=1000)
+        stats = update.run(dataclasses.replace(batch, weights=given), step=0, version=1)
+        parts.append({name: stats.losses[name] for name in ("policy_surrogate", "behaviour_kl", "value_loss")})
+    whole, *single, half = parts
+    for name, value in whole.items():
+        assert sum(part[name] for part in single) == pytest.approx(value, abs=1e-5)
+        assert half[name] == pytest.approx(value / 2, abs=1e-5)
 
 
 def test_the_first_loss_is_the_formula_by_hand(make_update, batch):

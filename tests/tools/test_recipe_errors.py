@@ -31,6 +31,24 @@ ERRORS = [
     ("engine.max_new_tokens_limit=8", "$.actor.max_new_tokens: expected int <= engine.max_new_tokens_limit (8)"),
     ("engine.max_context=100000", "$.engine.max_context: expected int <= model.max_position_embeddings (4096)"),
     ("buffer.capacity_bytes=10000000", "$.buffer.capacity_bytes: expected int >= 81788928 = (checkpoint_every +"),
+    (
+        "buffer.priority.function=magic",
+        "$.buffer.priority.function: expected one of num_turns, success, surprise, total",
+    ),
+    ("buffer.priority.alpha=-1", "$.buffer.priority.alpha: expected float in [0, 10], got -1"),
+    ("buffer.partial_groups=keep", "$.buffer.partial_groups: "),
+    ("learner.selection.order=random", "$.learner.selection.order: "),
+    (
+        "learner.selection.order=priority",
+        "$.buffer.priority.function: expected a priority function for learner.selection",
+    ),
+    ("learner.selection.beta=2", "$.learner.selection.beta: expected float in [0, 1], got 2"),
+    ("learner.selection.filters=[{name: magic}]", "$.learner.selection.filters[0].name: expected one of all_same,"),
+    (
+        "learner.selection.filters=[{name: all_same}]",
+        "$.learner.selection.filters[0].name: expected a filter of single trajectories with actor.group_size 1",
+    ),
+    ("learner.selection.replay.share=1", "$.learner.selection.replay.share: expected float < 1.0, got 1"),
     ("buffer.fsync=sometimes", "$.buffer.fsync: "),
     ("env.name=frozen_pond", '$.env.name: expected one of frozen_lake, got "frozen_pond"'),
     ("env.config.size=1", "env.config.size: expected int >= 2, got 1"),
@@ -105,3 +123,22 @@ def test_a_user_sees_one_line_and_exit_code_2_and_nothing_starts(command, tmp_pa
     assert done.returncode == 2
     assert done.stderr == "error: $.learner.batch_size: expected int >= 1, got 0\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trajectory_is_not_replayed_without_its_group():
+    overrides = [
+        f"{key}={value}"
+        for key, value in {
+            "actor.group_size": 4,
+            "learner.advantage.name": "trajectory_grpo",
+            "learner.selection.replay.share": 0.2,
+        }.items()
+    ]
+    with pytest.raises(ConfigError, match="selection.replay.share: expected 0 for the estimator trajectory_grpo"):
+        validate_recipe(read_recipe("frozenlake", overrides))
+
+
+def test_priorities_and_filters_fit_together():
+    overrides = ["actor.group_size=4", "learner.selection.order=priority", "buffer.priority.function=surprise"]
+    overrides += ["learner.selection.filters=[{name: starpo_s, options: {share: 0.5}}]"]
+    assert validate_recipe(read_recipe("frozenlake", overrides)).learner.selection.filters[0].name == "starpo_s"
