@@ -43,6 +43,15 @@ def keep(tmp_path):
             quarantine.close()
 
 
+@pytest.fixture
+def hanging(keep, monkeypatch):
+    """A quarantine on a disk that does not answer before the test ends."""
+    release = threading.Event()
+    monkeypatch.setattr(module, "_write_new", lambda path, content: release.wait(60))
+    yield keep
+    release.set()
+
+
 def refused(size=10_000, **fields):
     payload = memoryview(b"\x81" * size)
     name = str(ULID())
@@ -104,22 +113,16 @@ def test_flood_writes_no_more_than_the_bound_a_minute(keep):
     assert fate(again, "kept") == 4, "a quarter of a minute, a quarter of the bound"
 
 
-def test_disk_that_hangs_holds_nobody_up(keep, monkeypatch):
-    release = threading.Event()
-    monkeypatch.setattr(module, "_write_new", lambda path, content: release.wait(60))
-    quarantine = keep(1 << 30)
+def test_disk_that_hangs_holds_nobody_up(hanging):
+    quarantine = hanging(1 << 30)
     offer(quarantine, *(refused(size=100) for _ in range(200)))
     assert fate(quarantine, "skipped") >= 200 - module._MAX_QUEUED - 1
-    release.set()
 
 
-def test_memory_that_waits_is_bounded(keep, monkeypatch):
-    release = threading.Event()
-    monkeypatch.setattr(module, "_write_new", lambda path, content: release.wait(60))
-    quarantine = keep(1 << 30)
+def test_memory_that_waits_is_bounded(hanging):
+    quarantine = hanging(1 << 30)
     offer(quarantine, *(refused(size=20 << 20) for _ in range(6)))
     assert fate(quarantine, "skipped") == 3
-    release.set()
 
 
 def test_full_disk_is_survived(keep, tmp_path, monkeypatch):
