@@ -71,6 +71,8 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """What a trajectory that does not fit does: wait, which slows the actors down, or take the room of ready units:
     those with the lowest learner step of the oldest token, or those that arrived first. What is claimed or awaits its
     group is never dropped."""
+    max_memory_bytes: int = 4 << 30
+    """Of the ingest process; beyond it all connections are dropped, and actors send again what is unacknowledged."""
     group_timeout_s: float = 120.0
     """How long the first member of a group waits for the others."""
     partial_groups: Literal["train", "drop"] = "train"
@@ -127,6 +129,9 @@ class BufferConfig(Section, frozen=True, kw_only=True):
             "rediss:// URL together with redis_ca_file, redis_cert_file or redis_key_file",
         )
         require(1 <= self.shards <= MAX_SHARDS, "buffer.shards", self.shards, f"1 <= int <= {MAX_SHARDS}")
+        require(
+            self.max_memory_bytes >= 256 << 20, "buffer.max_memory_bytes", self.max_memory_bytes, f"int >= {256 << 20}"
+        )
         require(self.capacity_bytes >= 1 << 16, "buffer.capacity_bytes", self.capacity_bytes, f"int >= {1 << 16}")
         for name in ("group_timeout_s", "lease_s", "heartbeat_timeout_s", "start_timeout_s"):
             value = getattr(self, name)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import psutil
 import zmq
 from ulid import ULID
 
@@ -84,6 +85,18 @@ def bind_router(context: zmq.Context[Any], endpoint: str, gate: Gate | None = No
     return socket
 
 
+def bind_again(context: zmq.Context[Any], endpoint: str, gate: Gate | None) -> zmq.Socket[Any]:
+    """`bind_router` for an endpoint whose last socket was closed just now, which takes ZeroMQ a moment."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        try:
+            return bind_router(context, endpoint, gate)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 class Ingest:
     """Carries messages from the socket into Redis and answers them."""
 
@@ -100,9 +113,13 @@ class Ingest:
         quarantine: Callable[[Put | BadPut, str, str], object] = lambda *refusal: None,
         revive: Callable[[], object] = lambda: None,
         report: Callable[[], None] = lambda: None,
+        reopen: Callable[[], zmq.Socket[Any]] | None = None,
     ) -> None:
-        """`quarantine` is given what was refused, with field and problem; `revive` is called while Redis is away,
-        `report` every `REPORT_S` seconds."""
+        """Calls go out of here for what the service owns.
+
+        `quarantine` is given what was refused, with field and problem; `revive` is called while Redis is away,
+        `report` every `REPORT_S` seconds, and `reopen` binds a new socket once peers made the old one hold too much.
+        """
         self._socket = socket
         self._store = store
         self._metrics = metrics
@@ -114,6 +131,9 @@ class Ingest:
         self._quarantine = quarantine
         self._revive = revive
         self._report = report
+        self._reopen = reopen
+        self._process = psutil.Process()
+        self._next_look = 0.0
         self._pending: list[Request] = []
         self._blind = True
         """Heartbeats could not be read for a while: no lease ends before they are."""
@@ -127,6 +147,7 @@ class Ingest:
         """Serve until told to stop. Raises `InfrastructureError` when the gate has failed."""
         while not self._stopping():
             self._check_gate()
+            self._check_memory()
             self._pending += self._receive()
             try:
                 self._serve()
@@ -266,6 +287,7 @@ class Ingest:
         self._metrics.count("vagen_buffer_redis_outages_total")
         started, pause = time.monotonic(), 0.02
         while not self._stopping():
+            self._check_memory()
             self._revive()
             try:
                 self._store.ping()
@@ -281,6 +303,34 @@ class Ingest:
     def _check_gate(self) -> None:
         if self._gate is not None:
             self._gate.check()
+
+    def _check_memory(self) -> None:
+        """Drop all connections when peers make ZeroMQ hold too much, which bounds messages but not their parts.
+
+        Nothing is lost: what is dropped is unacknowledged, and actors send it again.
+        """
+        now = time.monotonic()
+        if now < self._next_look or self._reopen is None:
+            return
+        self._next_look = now + TICK_S
+        held, limit = self._process.memory_info().rss, self._config.max_memory_bytes
+        if held <= limit:
+            return
+        logger.error(
+            "%d MB of memory are held, $.buffer.max_memory_bytes is %d MB: all connections are dropped, actors send"
+            " again what is unacknowledged",
+            *(held >> 20, limit >> 20),
+        )
+        self._metrics.count("vagen_buffer_refused_peers_total", what="memory")
+        self._pending = []
+        self._blind = True
+        self.close()
+        self._socket = self._reopen()
+        self._next_look = time.monotonic() + REPORT_S
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
 
     def _poll(self, timeout_s: float) -> None:
         self._socket.poll(int(1000 * timeout_s))

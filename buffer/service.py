@@ -23,7 +23,7 @@ from vagen.buffer.config import FSYNC_RISK, BufferConfig, BufferSecurity
 from vagen.buffer.connection import first_contact, make_client
 from vagen.buffer.gate import Gate
 from vagen.buffer.keys import Keys, Shard
-from vagen.buffer.loop import Ingest, bind_router
+from vagen.buffer.loop import Ingest, bind_again, bind_router
 from vagen.buffer.quarantine import Quarantine
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.settings import overrides
@@ -129,7 +129,9 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
             quarantine=quarantine.offer if quarantine else lambda *refusal: None,
             revive=revive,
             report=_Reporter(redis_url, keys, metrics, quarantine).report,
+            reopen=lambda: bind_again(context, endpoint, gate),
         )
+        stack.callback(ingest.close)
         public = public_url(redis_url)
         ready = Ready(
             pid=os.getpid(),

@@ -35,7 +35,10 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_buffer_stored_bytes_total": ("Payload bytes stored", ()),
     "vagen_buffer_grants_total": ("Start credits granted", ()),
     "vagen_buffer_failed_episodes_total": ("Episodes that ended as infrastructure failures", ()),
-    "vagen_buffer_refused_peers_total": ("Handshakes and messages refused for the peer's key, by what", ("what",)),
+    "vagen_buffer_refused_peers_total": (
+        "Handshakes and messages refused for the key, drops of all connections for memory",
+        ("what",),
+    ),
     "vagen_buffer_quarantined_total": ("Refused payloads, by whether the quarantine kept or skipped them", ("fate",)),
     "vagen_buffer_redis_outages_total": ("Times Redis went away", ()),
     "vagen_buffer_wait_seconds_total": ("Seconds the ingest waited, by what for", ("what",)),

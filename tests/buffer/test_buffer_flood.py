@@ -21,6 +21,11 @@ MAX_RESIDENT_BYTES = 500 << 20
 PUT_S = 20.0
 
 
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+_COMMAND = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+READY = bytes([4, len(_COMMAND)]) + _COMMAND
+
+
 def resident_bytes(pid):
     return psutil.Process(pid).memory_info().rss
 
@@ -194,3 +199,34 @@ def test_answers_that_nobody_reads_are_bounded():
     assert resident_bytes(os.getpid()) - before < 60 << 20, "of 200 MB that were answered"
     assert MAX_UNREAD_ANSWERS >= 100, "more than an actor leaves unread"
     context.destroy(0)
+
+
+def test_message_without_end_is_dropped_before_it_takes_all_memory(
+    learner, connect, make_trajectory, heartbeat, eventually
+):
+    """ZeroMQ keeps the parts of a message until the last one comes, however many there are."""
+    limit = 400 << 20
+    running, store = learner(max_memory_bytes=limit)
+    healthy = connect(running.ready.endpoint)
+    healthy.ask(heartbeat())
+    peak, sent, part = 0, 0, b"\x03" + (8 << 20).to_bytes(8, "big") + bytes(8 << 20)
+    address, log = urlsplit(running.ready.endpoint), running.run_dir / "buffer" / "buffer.log"
+    with socket.create_connection((address.hostname, address.port), timeout=60) as hostile, pytest.raises(OSError):
+        hostile.sendall(GREETING + READY)
+        while True:
+            hostile.sendall(part)
+            sent += 1
+            peak = max(peak, resident_bytes(running.process.pid))
+            assert sent < 400, f"3 GB were taken, {peak >> 20} MB at most"
+    assert "all connections are dropped" in log.read_text()
+    assert peak < 3 * limit
+    eventually(lambda: resident_bytes(running.process.pid) < limit, "the memory is given back", 30)
+    trajectory = make_trajectory()
+    healthy.put(trajectory)
+    deadline = time.monotonic() + 60
+    while trajectory.trajectory_id not in healthy.acked:
+        assert time.monotonic() < deadline
+        if not healthy.poll(1.0):
+            healthy.put(trajectory)  # as an actor does on a new connection
+    assert store.status().ready == 1
+    assert running.process.poll() is None

@@ -52,14 +52,15 @@ def nested(header, depth, entry, count):
 def attacks():
     array = b"\xdc\x0f\xff"
     yield "lists that announce what never comes", array * 1020
+    yield "lists that announce more than any may have", b"\xdc\xff\xff" * 1020
     yield "32-bit lengths", b"\xdd\xff\xff\xff\xff" * 1000
     yield "a map of 2^32", b"\xdf\xff\xff\xff\xff"
     yield "binary of 2^32", b"\xc6\xff\xff\xff\xff"
-    yield "empty lists", (b"\xdc\x0f\xff" + b"\x90" * 4095) * 100
-    yield "empty maps", (b"\xdc\x0f\xff" + b"\x80" * 4095) * 100
-    yield "maps of one", (b"\xdc\x0f\xff" + b"\x81\xa1a\xc0" * 4095) * 50
+    yield "empty lists", nested(array, 100, b"\x90", 4094)
+    yield "empty maps", nested(array, 100, b"\x80", 4094)
+    yield "maps of one", nested(array, 50, b"\x81\xa1a\xc0", 4094)
     yield "short strings in open lists", nested(array, 30, b"\xa2\xc3\xa9", 4094)
-    yield "distinct strings in open lists", array + b"".join(b"\xa3%03d" % (i % 1000) for i in range(4094)) * 20
+    yield "distinct strings in open lists", (array + b"".join(b"\xa3%03d" % (i % 1000) for i in range(4094))) * 20
     yield "depth", b"\x91" * 100_000
     yield "timestamps", b"\x91\xd6\xff\x00\x00\x00\x00"
     yield "bad utf-8", b"\x81\xa1\xff\xc0"

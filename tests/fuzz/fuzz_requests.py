@@ -8,10 +8,14 @@ had seen, or in more memory than the stated multiple of the message. libFuzzer w
 from __future__ import annotations
 
 import logging
+import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import atheris
+import msgpack
 
 with atheris.instrument_imports(include=["vagen.buffer.requests", "vagen.common"]):
     from vagen.buffer.requests import BadPut, Put, Request, read_request
@@ -32,6 +36,8 @@ from vagen.common.wire import (
 sys.path.append(str(Path(__file__).parents[1]))
 from builders import make_trajectory
 
+VALUES = (0, 1, -1, 2, 1 << 15, 1 << 31, 1 << 53, (1 << 64) - 1, -(1 << 63), 0.5, -0.0, float("nan"), float("inf"))
+VALUES = (*VALUES, None, True, "", "x" * 300, "\0", b"", [], {}, ["i4", b"\xff" * 4], ["f4", b"\0\0\xc0\x7f"])
 KINDS = (Kind.PUT, Kind.HEARTBEAT, Kind.REQUEST, Kind.FAILED)
 ID = ULID.from_str("01ARZ3NDEKTSV4RRFFQ69G5FAV")
 
@@ -83,6 +89,27 @@ def check(data: bytes) -> None:
         raise Finding("stored under another id")
 
 
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container inside plain data with each of its keys."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(value[key])
+
+
+def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+    """Another value somewhere inside a message that still is msgpack; otherwise what libFuzzer does to bytes."""
+    chance = random.Random(seed)
+    try:
+        found = list(places(plain := msgpack.unpackb(data[1:])))
+    except (ValueError, RecursionError, msgpack.exceptions.UnpackException):
+        found = []
+    if not found or chance.random() < 0.3:
+        return atheris.Mutate(data, max_size)
+    container, key = chance.choice(found)
+    container[key] = chance.choice([*VALUES, chance.getrandbits(32)])
+    return (data[:1] + msgpack.packb(plain))[:max_size]
+
+
 def main() -> None:
     """Arguments are libFuzzer's; the last one is the corpus folder, which gets the seeds."""
     corpus = Path(sys.argv[-1])
@@ -93,7 +120,8 @@ def main() -> None:
             raise Finding(f"seed {index} is not valid")
         check(seed)
     logging.getLogger("vagen").addHandler(_Complaints())
-    atheris.Setup([*sys.argv[:-1], f"-artifact_prefix={corpus}/", "-rss_limit_mb=1024", str(corpus)], check)
+    options = [*sys.argv[:-1], f"-artifact_prefix={corpus}/", "-rss_limit_mb=1024", str(corpus)]
+    atheris.Setup(options, check, custom_mutator=mutate)
     atheris.Fuzz()
 
 
