@@ -29,6 +29,7 @@ MAX_NAME_LENGTH = 256
 MAX_ITEMS = 1 << 12
 """Entries of any one list or map of a trajectory."""
 MAX_FORBIDDEN_TOKENS = 1024
+MAX_TURN_INDEX = (1 << 15) - 1
 MAX_MERGE_SIZE = 64
 _HASH = re.compile("[0-9a-f]{32}")
 
@@ -108,6 +109,8 @@ def _check_sizes(t: Trajectory) -> None:
         num_forbidden = len(t.vision.forbidden_token_ids)
         expected = f"expected at most {MAX_FORBIDDEN_TOKENS} ids, got {num_forbidden}"
         _require(num_forbidden <= MAX_FORBIDDEN_TOKENS, "vision.forbidden_token_ids", expected)
+        ids = (t.vision.image_token_id, *t.vision.forbidden_token_ids)
+        _require(all(0 <= token < 1 << 31 for token in ids), "vision", "a token id is not an int32 >= 0")
 
 
 def _check_row(row: Row, path: str, vision: VisionTokens | None) -> None:
@@ -210,6 +213,7 @@ def _check_turns(t: Trajectory) -> None:
     num_claimed = 0
     for position, turn in enumerate(t.turns):
         path = f"turns[{position}]"
+        _require(0 <= turn.index <= MAX_TURN_INDEX, f"{path}.index", f"expected int16 >= 0, got {turn.index}")
         _require(turn.index == t.turns[0].index + position, f"{path}.index", f"not consecutive: {turn.index}")
         _require(0 <= turn.row < len(t.rows), f"{path}.row", f"{turn.row} of {len(t.rows)} rows")
         inside = 0 <= turn.start < turn.end <= len(claimed[turn.row])
