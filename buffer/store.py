@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from redis.exceptions import ResponseError
 
 from vagen.buffer import admission
@@ -213,7 +212,6 @@ _SCRIPTS: dict[type, str] = {Put: "commit", BadPut: "refuse", Beat: "heartbeat",
 
 
 def _commit_args(trajectory: Trajectory, num_bytes: int, now: float, config: BufferConfig) -> list[Any]:
-    versions = np.unique(np.concatenate([row.policy_versions[row.policy_mask != 0] for row in trajectory.rows]))
     return [
         trajectory.trajectory_id,
         num_bytes,
@@ -227,7 +225,7 @@ def _commit_args(trajectory: Trajectory, num_bytes: int, now: float, config: Buf
         int(trajectory.is_last),
         trajectory.group_id,
         trajectory.group_size,
-        " ".join(str(version) for version in versions),
+        " ".join(str(version) for version in trajectory.versions),
     ]
 
 

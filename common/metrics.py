@@ -51,6 +51,8 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_learner_seconds_total": ("Seconds of the learner by stage", ("stage",)),
     "vagen_learner_publishes_total": ("Publishes by outcome", ("outcome",)),
     "vagen_learner_alarms_total": ("Collapse alarms raised", ("alarm",)),
+    "vagen_learner_archived_total": ("Trained trajectories by what the archive did: written, lost", ("fate",)),
+    "vagen_learner_archive_seconds_total": ("Seconds of the archive's thread", ()),
     "vagen_learner_skipped_steps_total": ("Optimizer steps skipped for a non-finite gradient", ()),
 }
 

@@ -189,6 +189,12 @@ class Trajectory(Record, frozen=True, kw_only=True):
         return max(int(row.policy_versions.max()) for row in self.rows)
 
     @property
+    def versions(self) -> list[int]:
+        """Versions that sampled at least one token, ascending."""
+        found = np.unique(np.concatenate([row.policy_versions[row.policy_mask != 0] for row in self.rows]))
+        return [int(version) for version in found]
+
+    @property
     def behaviour_known(self) -> bool:
         """Whether it is known with which probability the policy tokens were sampled."""
         return not any(np.isnan(row.behaviour_logprobs).any() for row in self.rows)

@@ -68,6 +68,10 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     expected_trajectory_bytes: PositiveInt = 64 << 10
     """For the check that the buffer can hold what is claimed between two checkpoints."""
 
+    archive: str | None = None
+    """Folder, relative to the run's, in which every trained trajectory is kept; none keeps nothing. A replay,
+    whose data are kept already, ignores it."""
+
     ppo_epochs: PositiveInt = 2
     minibatch_rows: PositiveInt = 96
     """Rows of one optimizer step, over all data-parallel ranks."""

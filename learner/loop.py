@@ -11,7 +11,8 @@
     record    one line and the metrics of the step, before the checkpoint that makes it durable.
     save      every `checkpoint_every` steps, or when claimed batches fill half of the buffer or the rest is full while
     waiting:
-              once the checkpoint is durable, `done` frees the steps it contains.
+              once the checkpoint is durable, `done` frees the steps it contains, with `learner.archive` once they are
+              archived.
 
 A kill at any point is repaired at start: the newest checkpoint says the step, later manifests are claimed again
 identically. Rank 0 alone talks to engines and marks progress; every rank claims the same sealed manifest. A replay is

@@ -14,6 +14,7 @@ from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.buffer.selection.selector import Selector
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import decode_trajectory
+from vagen.learner.archiver import StepArchiver
 
 __all__ = ["BatchSource", "BufferSource"]
 
@@ -52,12 +53,19 @@ class BufferSource:
     """The live buffer: a sealed manifest a step, claimed again identically after a kill."""
 
     def __init__(
-        self, store: LearnerStore, feeder_store: LearnerStore, *, batch_size: int, selector: Selector | None
+        self,
+        store: LearnerStore,
+        feeder_store: LearnerStore,
+        *,
+        batch_size: int,
+        selector: Selector | None,
+        archiver: StepArchiver | None = None,
     ) -> None:
         """A connection for each of the two threads. The first rank chooses by its `selector`; the others have none and
-        wait for what it seals.
+        wait for what it seals. Nor have they an archiver, whose connection is its own.
         """
         self._store = store
+        self._archiver = archiver
         self._feeder_store = feeder_store
         self._batch_size = batch_size
         self._selector = selector
@@ -83,8 +91,10 @@ class BufferSource:
     def needs_checkpoint(self, *, is_waiting: bool) -> bool:
         """True above half of the capacity. Below, the next batch may still not fit; a full buffer alone is no reason,
         since it is what a learner sees that is slower than its actors."""
-        status = self._store.status()
-        return 0 < status.capacity_bytes / 2 < status.claimed_bytes or (is_waiting and status.is_full)
+        if self._archiver is not None and self._is_crowded(is_waiting):
+            # What is waiting to be archived is in a checkpoint already: another would free nothing more.
+            self._archiver.drain()
+        return self._is_crowded(is_waiting)
 
     def why_stuck(self) -> str | None:
         status = self._store.status()
@@ -98,4 +108,11 @@ class BufferSource:
         )
 
     def done(self, steps: Sequence[int]) -> None:
-        self._store.done(steps)
+        if self._archiver is not None:
+            self._archiver.submit(steps)
+        else:
+            self._store.done(steps)
+
+    def _is_crowded(self, is_waiting: bool) -> bool:
+        status = self._store.status()
+        return 0 < status.capacity_bytes / 2 < status.claimed_bytes or (is_waiting and status.is_full)

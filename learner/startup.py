@@ -27,6 +27,7 @@ from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
 from vagen.common.trajectory import VisionTokens
 from vagen.common.vocabulary import vision_tokens
+from vagen.learner.archiver import StepArchiver
 from vagen.learner.batching import RowPreparer
 from vagen.learner.broadcast import Broadcaster, probe_engine
 from vagen.learner.checkpoints import CheckpointFolder
@@ -69,6 +70,7 @@ class LearnerParts:
     probe: Probe | None
     preparer: RowPreparer
     journal: StepJournal
+    metrics: Metrics
     metrics_port: int
     stop: threading.Event
     """Set by SIGTERM and SIGINT."""
@@ -118,7 +120,8 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
         store = connect()
         _check_buffer(store, config)
         parts = stack.enter_context(learner_parts(run, config, model_dir, run_dir))
-        learner = stack.enter_context(_live_learner(parts, store, connect()))
+        archiver = _open_archive(parts, run_dir, connect, stack)
+        learner = stack.enter_context(_live_learner(parts, store, connect(), archiver))
         reached = learner.run()
         if learner.is_first_rank:
             logger.info("stopped at step %d of %d", reached, config.total_steps)
@@ -171,6 +174,7 @@ def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_di
                 probe=probe,
                 preparer=preparer,
                 journal=journal,
+                metrics=metrics,
                 metrics_port=port,
                 stop=stop,
             )
@@ -215,14 +219,28 @@ def _connector(redis_url: str, run_name: str, config: LearnerConfig, stack: Exit
     return connect
 
 
+def _open_archive(
+    parts: LearnerParts, run_dir: Path, connect: Callable[[], LearnerStore], stack: ExitStack
+) -> StepArchiver | None:
+    if parts.config.archive is None or not parts.is_first:
+        return None
+    archiver = StepArchiver(run_dir / parts.config.archive, connect(), parts.metrics, first_step=parts.first_step)
+    stack.callback(archiver.close)
+    return archiver
+
+
 @contextmanager
-def _live_learner(parts: LearnerParts, store: LearnerStore, feeder_store: LearnerStore) -> Iterator[Learner]:
+def _live_learner(
+    parts: LearnerParts, store: LearnerStore, feeder_store: LearnerStore, archiver: StepArchiver | None
+) -> Iterator[Learner]:
     config = parts.config
     incarnation = str(ULID())
     if parts.is_first:
-        _announce(store, config, incarnation, parts.first_step)
+        _announce(store, archiver, config, incarnation, parts.first_step)
     selector = Selector(feeder_store, config.selection, seed=parts.run.seed) if parts.is_first else None
-    source = BufferSource(store, feeder_store, batch_size=config.batch_size, selector=selector)
+    source = BufferSource(
+        store, feeder_store, batch_size=config.batch_size, selector=selector, archiver=archiver
+    )
 
     def rescore(probe: Probe, url: str, version: int) -> float:
         answers = probe_engine(url, probe.requests(parts.vision), version, config.broadcast)
@@ -258,10 +276,16 @@ def _make_update(
     return model, trainer, update
 
 
-def _announce(store: LearnerStore, config: LearnerConfig, incarnation: str, first_step: int) -> None:
+def _announce(
+    store: LearnerStore, archiver: StepArchiver | None, config: LearnerConfig, incarnation: str, first_step: int
+) -> None:
     """Finish what the checkpoint has made durable, and say where the run goes on."""
     replay = config.selection.replay
-    store.done([step for step in store.pending_manifests() if step < first_step])
+    durable = [step for step in store.pending_manifests() if step < first_step]
+    if archiver is not None:
+        archiver.submit(durable)
+    else:
+        store.done(durable)
     store.register(
         incarnation,
         step=first_step,

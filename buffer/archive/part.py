@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -115,7 +116,9 @@ class _Stream:
 
     def discard(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            # Closing writes a footer, for which a full disk has no room either.
+            with contextlib.suppress(OSError):
+                self._writer.close()
             self._writer = None
         partial_of(self._path).unlink(missing_ok=True)
 

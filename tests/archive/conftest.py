@@ -14,6 +14,8 @@ from PIL import Image
 
 from vagen.buffer.archive.record import ArchivedTrajectory
 from vagen.buffer.archive.writer import ArchiveWriter
+from vagen.buffer.config import BufferConfig
+from vagen.buffer.requests import Put, read_request
 from vagen.common.trajectory import (
     BootstrapPrompt,
     End,
@@ -25,7 +27,7 @@ from vagen.common.trajectory import (
     Turn,
     content_hash,
 )
-from vagen.common.wire import encode_trajectory
+from vagen.common.wire import Kind, encode_trajectory
 
 IMAGE_TOKEN = 9
 
@@ -155,3 +157,21 @@ def plain(record: ArchivedTrajectory) -> tuple[bytes, dict[str, Any]]:
 @pytest.fixture(name="plain")
 def plain_fixture() -> Callable[[ArchivedTrajectory], Any]:
     return plain
+
+
+@pytest.fixture
+def put_of() -> Callable[[Trajectory], Put]:
+    """What the ingest makes of a trajectory that an actor sends."""
+
+    def make(trajectory: Trajectory) -> Put:
+        frames = (b"peer", Kind.PUT.value, *encode_trajectory(trajectory))
+        request = read_request([memoryview(frame) for frame in frames], "run", BufferConfig().capacity_bytes)
+        assert isinstance(request, Put), request
+        return request
+
+    return make
+
+
+@pytest.fixture(name="png")
+def png_fixture() -> Callable[..., bytes]:
+    return png
