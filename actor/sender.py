@@ -20,7 +20,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -94,8 +94,11 @@ class Sender:
         window: int,
         heartbeat_s: float,
         keys: ActorKeys | None = None,
+        on_refused: Callable[[Refusal], None] = lambda refusal: None,
     ) -> None:
-        """`keys` encrypt the connection and prove to the buffer who this is."""
+        """`keys` encrypt the connection and prove to the buffer who this is; `on_refused` is told of each trajectory
+        that will never be accepted.
+        """
         self.url = url
         self.status: Status | None = None
         """The latest, None until the buffer has answered."""
@@ -109,6 +112,7 @@ class Sender:
         self._heartbeat_s = heartbeat_s
         self._keys = keys
         self._failure: HandshakeFailure | None = None
+        self._on_refused = on_refused
         self._incarnation = str(ULID())
         self._outbox: deque[Entry] = deque(spool.entries())
         self._window: dict[bytes, _Sent] = {}
@@ -338,6 +342,8 @@ class Sender:
         elif kind == Kind.REFUSE:
             refusal = decode_message(body, Refusal)
             logger.warning("trajectory %s refused: %s: %s", ULID(refusal.trajectory_id), refusal.field, refusal.problem)
+            if self._spool.holds(refusal.trajectory_id):
+                self._on_refused(refusal)
             self._settle(refusal.trajectory_id, "refused")
         elif kind == Kind.STATUS:
             self._learn(decode_message(body, Status))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vagen.tools.archive_commands import add_archive_commands
 from vagen.tools.buffer_commands import buffer_app
 from vagen.tools.console import user_errors
 from vagen.tools.engine_commands import doctor_app, serve_sglang
@@ -45,6 +46,7 @@ app = typer.Typer(
     """,
 )
 config_app = typer.Typer(no_args_is_help=True, help="Work with recipes.")
+add_archive_commands(buffer_app)
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
@@ -173,22 +175,37 @@ def evaluate(
 def sft(
     config: Config,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Model folder to write.")],
+    archive: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Imitate this saved buffer, with --model, in place of a script.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Model folder to go on from.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Make the small model of a recipe and warm it up on scripted episodes.
+    """Make the small model of a recipe and warm it up on scripted episodes, or train a model on a saved buffer.
 
-    Example:
+    Examples:
 
       vagen sft --config frozenlake --out runs/warm/model --set sft.steps=100
+
+      vagen sft --config frozenlake --archive imported --model runs/warm/model --out runs/imitated/model
     """
     with user_errors():
         from vagen.common.config import RunConfig, read_recipe, section
+        from vagen.common.errors import ConfigError
         from vagen.common.logging import setup_logging
-        from vagen.tools.sft import run_sft
 
         raw = read_recipe(config, overrides or ())
         setup_logging(section(raw, "run", RunConfig).log_level)
-        stats = run_sft(raw, out, _log_sft_step)
+        if archive is not None and model is not None:
+            from vagen.tools.imitation import imitate_archive
+
+            stats = imitate_archive(raw, archive, model, out, _log_sft_step)
+        elif archive is None and model is None:
+            from vagen.tools.sft import run_sft
+
+            stats = run_sft(raw, out, _log_sft_step)
+        else:
+            raise ConfigError("expected --archive and --model together")
     typer.echo(", ".join(f"{name} {value:.6g}" for name, value in stats.items()))
 
 

@@ -32,7 +32,13 @@ def encode_records(records: Sequence[ArchivedTrajectory]) -> pa.Table:
 def encode_images(images: Mapping[str, bytes]) -> pa.Table:
     """Images by content hash as rows of `IMAGES`; size and format are null for bytes that are no picture."""
     facts = [_image_facts(encoded) for encoded in images.values()]
-    columns = [list(images), list(images.values()), *(list(column) for column in zip(*facts, strict=True))]
+    encoded = list(images.values())
+    columns = [
+        list(images),
+        encoded,
+        [len(one) for one in encoded],
+        *(list(column) for column in zip(*facts, strict=True)),
+    ]
     return pa.Table.from_arrays(
         [pa.array(column, field.type) for column, field in zip(columns, IMAGES, strict=True)], schema=IMAGES
     )

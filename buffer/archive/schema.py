@@ -122,6 +122,7 @@ IMAGES = pa.schema(
     [
         ("content_hash", pa.string()),
         ("bytes", pa.binary()),
+        ("num_bytes", pa.int64()),
         ("width", pa.int32()),
         ("height", pa.int32()),
         ("format", pa.string()),

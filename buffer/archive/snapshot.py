@@ -1,0 +1,85 @@
+"""What a live buffer holds at this moment, as archive records: ready, awaiting their group, claimed. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import redis
+
+from vagen.buffer.archive.record import NO_STEP, ArchivedTrajectory
+from vagen.buffer.keys import Key, Keys
+from vagen.buffer.learner_store import Manifest
+from vagen.common.wire import decode_trajectory
+
+__all__ = ["LiveBuffer"]
+
+_CHUNK = 16
+
+
+class _Claim(NamedTuple):
+    step: int
+    position: int
+    staleness: int
+
+
+class LiveBuffer:
+    """One shard of a run's buffer, as of the moment at which this is made."""
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        """Raises one of `connection.TRANSIENT` when Redis is away."""
+        self._client = client
+        self._keys = keys
+        self.num_gone = 0
+        """Trajectories that were evicted or done before they could be read."""
+        pipe: Any = client.pipeline(transaction=True)
+        pipe.hgetall(keys[Key.LIVE])
+        pipe.hkeys(keys[Key.CLAIMS])
+        pipe.hgetall(keys[Key.VERSION_STEPS])
+        live, steps, versions = pipe.execute()
+        self._oldest_steps = {name.decode(): int(text.split(b":", 1)[0]) for name, text in live.items()}
+        self._version_steps = {int(version): int(step) for version, step in versions.items()}
+        self._claims = self._read_claims(sorted(int(step) for step in steps))
+
+    def __len__(self) -> int:
+        return len(self._oldest_steps)
+
+    def records(self) -> Iterator[ArchivedTrajectory]:
+        """Claimed ones first, by step and in manifest order, then the others by age."""
+        order = sorted(self._oldest_steps, key=lambda name: (name not in self._claims, *self._place(name)))
+        for start in range(0, len(order), _CHUNK):
+            chunk = order[start : start + _CHUNK]
+            payloads: Any = self._client.mget([self._keys.of(Key.PAYLOAD, name) for name in chunk])
+            for name, payload in zip(chunk, payloads, strict=True):
+                if payload is None:
+                    self.num_gone += 1
+                else:
+                    yield self._record(name, payload)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        claim = self._claims.get(name)
+        return (self._oldest_steps[name], 0) if claim is None else (claim.step, claim.position)
+
+    def _record(self, name: str, payload: bytes) -> ArchivedTrajectory:
+        trajectory = decode_trajectory(payload)
+        claim = self._claims.get(name, _Claim(NO_STEP, 0, -1))
+        known = self._version_steps
+        return ArchivedTrajectory(
+            trajectory=trajectory,
+            step=claim.step,
+            position=claim.position,
+            oldest_step=self._oldest_steps[name],
+            staleness=claim.staleness,
+            version_steps={version: known[version] for version in trajectory.versions if version in known},
+        )
+
+    def _read_claims(self, steps: list[int]) -> dict[str, _Claim]:
+        claims: dict[str, _Claim] = {}
+        for step in steps:
+            sealed: Any = self._client.get(self._keys.of(Key.MANIFEST, step))
+            if sealed is None:
+                continue
+            for position, entry in enumerate(msgspec.json.decode(sealed, type=Manifest).entries):
+                claims[entry.trajectory_id] = _Claim(step, position, entry.staleness)
+        return claims
