@@ -146,6 +146,14 @@ class ChatRenderer:
             raise ObservationError(f"chat template made {found} placeholders of {len(pictures)} pictures")
         return Prompt(ids, tuple(pictures))
 
+    def encode_response(self, text: str) -> list[int]:
+        """A written response as if the policy had sampled it, its end-of-turn token included.
+
+        Raises `ObservationError` for control tokens in the text.
+        """
+        self._check_texts((text,))
+        return [*self._encode(text), self.end_of_turn_id]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -168,7 +168,7 @@ async def _lay_out(
     rows, returns = [], []
     num_slots = 0
     for episode in episodes:
-        recorder = await _record(episode, system_prompt, harness, renderer, tokenizer)
+        recorder = await _record(episode, system_prompt, harness, renderer)
         images = recorder.images(None)
         of_turn = _returns(episode, discount)
         for row in recorder.rows():
@@ -179,15 +179,13 @@ async def _lay_out(
     return SFTData(rows=rows, images=store, returns=torch.from_numpy(np.concatenate(returns)))
 
 
-async def _record(
-    episode: ScriptedEpisode, system_prompt: str, harness: Harness, renderer: ChatRenderer, tokenizer: Tokenizer
-) -> Recorder:
+async def _record(episode: ScriptedEpisode, system_prompt: str, harness: Harness, renderer: ChatRenderer) -> Recorder:
     """The episode's rows, as if an engine had sampled what the script wrote."""
     recorder = Recorder(renderer)
     messages = [await observation_message(turn.observation) for turn in episode.turns]
     harness.start(system_prompt, messages[0])
     for turn, following in zip(episode.turns, [*messages[1:], None], strict=True):
-        ids = [*tokenizer.encode(turn.response, add_special_tokens=False).ids, renderer.end_of_turn_id]
+        ids = renderer.encode_response(turn.response)
         written = Generation(
             token_ids=ids,
             logprobs=[0.0] * len(ids),

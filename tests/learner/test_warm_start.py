@@ -73,7 +73,7 @@ def test_rows_hold_what_the_script_wrote_after_what_the_engine_would_see(warm):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     core = make_core("frozen_lake", read_recipe("frozenlake")["env"]["config"])
     (episode,) = scripted_episodes(core, [5], script_seed=1)
-    recorder = asyncio.run(_record(episode, core.system_prompt(), NoConcatHarness(), renderer, tokenizer))
+    recorder = asyncio.run(_record(episode, core.system_prompt(), NoConcatHarness(), renderer))
     rows = recorder.rows()
     assert len(rows) == len(episode.turns)
     for row, turn in zip(rows, episode.turns, strict=True):
