@@ -170,11 +170,6 @@ class LearnerStore:
                 return None
             time.sleep(_SEALED_POLL_S)
 
-    def manifest(self, step: int) -> Manifest | None:
-        """The sealed manifest of a step; none when it was never claimed, or is done."""
-        sealed: Any = self._patiently("manifest", lambda: self._client.get(self._keys.of(Key.MANIFEST, step)))
-        return None if sealed is None else msgspec.json.decode(sealed, type=Manifest)
-
     def fetch(self, ids: Sequence[str]) -> list[bytes]:
         """Payloads of claimed trajectories, replayed ones among them, in order, read in chunks.
 

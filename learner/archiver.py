@@ -102,7 +102,7 @@ class StepArchiver:
             count = self._writer.write_steps({step: archived_step(self._store, step) for step in wanted})
             self._metrics.count("vagen_learner_archived_total", count, fate="written")
         except OSError as error:
-            count = sum(len(manifest.entries) for step in wanted if (manifest := self._store.manifest(step)))
+            count = sum(len(manifest.entries) for step in wanted if (manifest := self._store.wait_sealed(step, 0.0)))
             self._metrics.count("vagen_learner_archived_total", count, fate="lost")
             logger.warning(
                 "%s takes no more (%s): %d trajectories of steps %d-%d are NOT archived, training goes on",
@@ -118,7 +118,7 @@ class StepArchiver:
 
 def archived_step(store: LearnerStore, step: int) -> Iterator[ArchivedTrajectory]:
     """The batch of a claimed step as archive records, in the order of its manifest; nothing for a step that is done."""
-    manifest = store.manifest(step)
+    manifest = store.wait_sealed(step, 0.0)
     entries = () if manifest is None else manifest.entries
     for start in range(0, len(entries), _CHUNK):
         chunk = entries[start : start + _CHUNK]
@@ -131,4 +131,5 @@ def archived_step(store: LearnerStore, step: int) -> Iterator[ArchivedTrajectory
                 oldest_step=entry.oldest_step,
                 staleness=entry.staleness,
                 version_steps=store.version_steps(trajectory.versions),
+                weight=entry.weight,
             )

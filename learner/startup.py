@@ -238,9 +238,7 @@ def _live_learner(
     if parts.is_first:
         _announce(store, archiver, config, incarnation, parts.first_step)
     selector = Selector(feeder_store, config.selection, seed=parts.run.seed) if parts.is_first else None
-    source = BufferSource(
-        store, feeder_store, batch_size=config.batch_size, selector=selector, archiver=archiver
-    )
+    source = BufferSource(store, feeder_store, batch_size=config.batch_size, selector=selector, archiver=archiver)
 
     def rescore(probe: Probe, url: str, version: int) -> float:
         answers = probe_engine(url, probe.requests(parts.vision), version, config.broadcast)

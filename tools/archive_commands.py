@@ -140,7 +140,7 @@ def merge(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Join archives; of trajectories with the same id the first is taken.
+    """Join archives; a trajectory whose id an earlier one of them holds is left out.
 
     Example:
 

@@ -56,7 +56,9 @@ def new_archive(out: Path, *, force: bool) -> Iterator[ArchiveWriter]:
 
 
 def merged(archives: Sequence[Archive], *, allow_mixed: bool = False) -> Iterator[ArchivedTrajectory]:
-    """The trajectories of all archives, the first of each id.
+    """The trajectories of all archives; one whose id an earlier archive holds is left out.
+
+    Within one archive an id stands once for each step that trained it.
 
     Raises `ArchiveError` when they were sampled from different models or tokenizers, unless `allow_mixed`.
     """
@@ -64,10 +66,12 @@ def merged(archives: Sequence[Archive], *, allow_mixed: bool = False) -> Iterato
         _check_same_model(archives)
     seen: set[str] = set()
     for archive in archives:
+        own: set[str] = set()
         for record in archive.iterate():
+            own.add(record.trajectory.trajectory_id)
             if record.trajectory.trajectory_id not in seen:
-                seen.add(record.trajectory.trajectory_id)
                 yield record
+        seen |= own
 
 
 def _check_same_model(archives: Sequence[Archive]) -> None:

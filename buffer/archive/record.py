@@ -25,4 +25,4 @@ class ArchivedTrajectory(Record, frozen=True, kw_only=True):
     version_steps: dict[int, int] = {}
     """Policy version -> learner step of its weights, for the versions of its tokens that were known."""
     weight: float = 1.0
-    """Selection weight: its share when trajectories are drawn rather than taken in order."""
+    """What it counted in the loss, as its manifest says; less than 1 where it was drawn more often than others."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 
-from vagen.buffer.archive.record import NO_STEP, ArchivedTrajectory
+from vagen.buffer.archive.record import ArchivedTrajectory
 from vagen.buffer.keys import Key, Keys
-from vagen.buffer.learner_store import Manifest
+from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.common.wire import decode_trajectory
 
 __all__ = ["LiveBuffer"]
@@ -21,7 +21,7 @@ _CHUNK = 16
 class _Claim(NamedTuple):
     step: int
     position: int
-    staleness: int
+    entry: ManifestEntry
 
 
 class LiveBuffer:
@@ -63,15 +63,21 @@ class LiveBuffer:
 
     def _record(self, name: str, payload: bytes) -> ArchivedTrajectory:
         trajectory = decode_trajectory(payload)
-        claim = self._claims.get(name, _Claim(NO_STEP, 0, -1))
         known = self._version_steps
-        return ArchivedTrajectory(
+        record = ArchivedTrajectory(
             trajectory=trajectory,
+            oldest_step=self._oldest_steps[name],
+            version_steps={version: known[version] for version in trajectory.versions if version in known},
+        )
+        claim = self._claims.get(name)
+        if claim is None:
+            return record
+        return msgspec.structs.replace(
+            record,
             step=claim.step,
             position=claim.position,
-            oldest_step=self._oldest_steps[name],
-            staleness=claim.staleness,
-            version_steps={version: known[version] for version in trajectory.versions if version in known},
+            staleness=claim.entry.staleness,
+            weight=claim.entry.weight,
         )
 
     def _read_claims(self, steps: list[int]) -> dict[str, _Claim]:
@@ -81,5 +87,5 @@ class LiveBuffer:
             if sealed is None:
                 continue
             for position, entry in enumerate(msgspec.json.decode(sealed, type=Manifest).entries):
-                claims[entry.trajectory_id] = _Claim(step, position, entry.staleness)
+                claims[entry.trajectory_id] = _Claim(step, position, entry)
         return claims

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from vagen.buffer.archive.operations import load_hook
 from vagen.buffer.archive.reader import open_archive
 from vagen.buffer.archive.selection import Selection
+from vagen.buffer.archive.writer import ArchiveWriter
 from vagen.buffer.config import BufferConfig
 from vagen.buffer.learner_store import LearnerStore
 from vagen.buffer.store import IngestStore
@@ -63,6 +64,17 @@ def test_what_a_live_buffer_holds_is_saved_and_nothing_is_taken(valkey, tmp_path
     payloads = {encode_trajectory(record.trajectory)[1] for record in records}
     assert {len(payload) for payload in payloads} == {len(put.payload) for put in puts}
     assert sorted(ids(out)) == sorted(put.trajectory_id for put in puts)
+
+
+def test_a_trajectory_that_two_steps_trained_is_merged_with_both(tmp_path, step_items, archive_of):
+    items = step_items(0)
+    with ArchiveWriter(tmp_path / "replayed") as writer:
+        writer.write_step(0, items)
+        writer.write_step(1, [msgspec.structs.replace(items[0], step=1, weight=0.5)])
+    vagen("merge", tmp_path / "replayed", archive_of(steps=1), tmp_path / "replayed", "--out", tmp_path / "out")
+    merged = list(open_archive(tmp_path / "out").iterate())
+    assert [(record.step, record.weight) for record in merged[:5]] == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 0.5)]
+    assert len(merged) == 9 and merged[4].trajectory.trajectory_id == merged[0].trajectory.trajectory_id
 
 
 def test_merging_takes_each_id_once_and_refuses_another_model(archive_of, tmp_path, step_items, plain):

@@ -12,7 +12,8 @@ import pytest
 from vagen.buffer.archive.layout import TRAJECTORIES_NAME, part_path, partial_of
 from vagen.buffer.archive.reader import open_archive
 from vagen.buffer.config import BufferConfig
-from vagen.buffer.learner_store import LearnerStore, Manifest
+from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.manifest import Manifest
 from vagen.buffer.store import IngestStore
 from vagen.common.errors import BufferUnavailableError, ConfigError
 from vagen.common.metrics import Metrics
