@@ -97,8 +97,8 @@ def test_honest_trajectory_of_a_thousand_tiny_turns_is_within_the_limits(make_tr
 def test_images_that_claim_one_long_span_many_times_cost_nothing(make_trajectory):
     replace = msgspec.structs.replace
     trajectory = make_trajectory(num_bytes=10)
-    row, length = trajectory.rows[0], 1 << 18
-    image = replace(row.images[0], grid_thw=(1, 1024, 1024), num_tokens=1 << 18, start=0)
+    row, length = trajectory.rows[0], 1 << 16
+    image = replace(row.images[0], grid_thw=(1, 512, 512), num_tokens=1 << 16, start=0)
     ids = np.full(length + 3, 9, np.int32)
     ids[-3:] = 50
     mask = np.zeros(length + 3, np.uint8)
@@ -110,7 +110,7 @@ def test_images_that_claim_one_long_span_many_times_cost_nothing(make_trajectory
         behaviour_logprobs=np.zeros(length + 3, np.float32),
         policy_versions=np.where(mask, 1, -1).astype(np.int32),
         turn_index=np.where(mask, 0, -1).astype(np.int16),
-        images=(image,) * 3000,
+        images=(image,) * 300,
     )
     turn = replace(trajectory.turns[0], start=length, end=length + 3)
     envelope, payload = encode_trajectory(replace(trajectory, rows=(row,), turns=(turn,)))
