@@ -20,7 +20,7 @@ from vagen.actor.spool import Spool
 from vagen.common.errors import ConfigError, TrajectoryError
 from vagen.common.trajectory import End, EngineIdentity, RewardEntry, Row, SamplingParams, Trajectory, Turn
 from vagen.common.validation import validate_trajectory
-from vagen.common.wire import check_payload, decode_envelope, decode_trajectory
+from vagen.common.wire import check_payload, decode_envelope, decode_trajectory, encode_trajectory
 
 MANY = 1 << 30
 
@@ -103,6 +103,48 @@ def test_what_is_unacked_is_found_again_as_it_was_sent(tmp_path: Path) -> None:
         await spool.close()
 
     asyncio.run(main())
+
+
+def test_what_memory_has_no_room_for_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        spool = Spool(tmp_path, "run", MANY)
+        trajectories = [make_trajectory(i, num_tokens=400) for i in range(6)]
+        entries = [await spool.journal(trajectory) for trajectory in trajectories]
+        # Room for two: the oldest, which are sent first, and as they go, no other's frames.
+        assert list(spool._kept) == [1, 2]
+        for entry, trajectory in zip(entries, trajectories, strict=True):
+            envelope, payload = await spool.load(entry.actor_seq)
+            check_payload(decode_envelope(envelope), payload)
+            assert decode_trajectory(payload).trajectory_id == trajectory.trajectory_id
+            spool.release(key_of(trajectory))
+        assert (spool._kept, spool._kept_bytes) == ({}, 0)
+        await spool.close()
+
+    size = len(encode_trajectory(make_trajectory(num_tokens=400))[1])
+    monkeypatch.setattr("vagen.actor.spool._KEPT_BYTES", 2 * size + size // 2)
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts written bytes by Linux's /proc")
+def test_a_payload_is_written_about_once(tmp_path: Path) -> None:
+    def written() -> int:
+        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(lines["wchar"])
+
+    async def main() -> float:
+        spool = Spool(tmp_path, "run", MANY)
+        num_bytes, before = 0, written()
+        for start in range(0, 400, 8):
+            trajectories = [make_trajectory(start + i, num_tokens=20_000) for i in range(8)]
+            entries = await asyncio.gather(*map(spool.journal, trajectories))
+            num_bytes += sum(entry.num_bytes for entry in entries)
+            for trajectory in trajectories:
+                spool.release(key_of(trajectory))
+        await spool.close()
+        return (written() - before) / num_bytes
+
+    # Twice with SQLite's own settings: into the log, and from there into the file.
+    assert asyncio.run(main()) < 1.35
 
 
 def test_it_is_full_by_bytes(tmp_path: Path) -> None:
