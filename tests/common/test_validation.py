@@ -147,3 +147,42 @@ def test_each_damage_is_refused_under_its_field(make_trajectory, damage, field):
     with pytest.raises(TrajectoryError) as caught:
         validate_trajectory(damage(good))
     assert caught.value.field.startswith(field)
+
+
+def with_two_turns(t: Trajectory, *spans: tuple[int, int], says: tuple[int, int, int] = (0, 1, 1)) -> Trajectory:
+    """The three policy tokens, of which the row says that they answer `says`, claimed by two turns."""
+    turn_index = t.rows[0].turn_index.copy()
+    turn_index[7:10] = says
+    row = msgspec.structs.replace(t.rows[0], turn_index=turn_index)
+    turns = [
+        msgspec.structs.replace(t.turns[0], index=index, start=start, end=end)
+        for index, (start, end) in enumerate(spans)
+    ]
+    return msgspec.structs.replace(t, rows=(row,), turns=tuple(turns))
+
+
+def test_turns_share_no_token_and_are_those_of_the_row(make_trajectory):
+    t = make_trajectory()
+    validate_trajectory(with_two_turns(t, (7, 8), (8, 10)))
+    # What the second turn takes from the first is what the row says, so that only the number of tokens is wrong.
+    with pytest.raises(TrajectoryError, match="index"):
+        validate_trajectory(with_two_turns(t, (7, 9), (8, 10)))
+    with pytest.raises(TrajectoryError, match="index"):
+        validate_trajectory(with_two_turns(t, (7, 9), (9, 10)))
+    with pytest.raises(TrajectoryError, match="belong to no turn"):
+        validate_trajectory(with_two_turns(t, (7, 8), (8, 9)))
+
+
+def test_one_vision_token_among_others_is_refused(make_trajectory):
+    t = make_trajectory()
+    vision = msgspec.structs.replace(t.vision, forbidden_token_ids=(9, 60))
+    ids = t.rows[0].token_ids.copy()
+    validate_trajectory(msgspec.structs.replace(t, vision=vision))
+    ids[8] = 60
+    row = msgspec.structs.replace(t.rows[0], token_ids=ids)
+    with pytest.raises(TrajectoryError, match="sampled a vision token"):
+        validate_trajectory(msgspec.structs.replace(t, vision=vision, rows=(row,)))
+    # One that is smaller than others of the vocabulary, and greater than what else was sampled.
+    vision = msgspec.structs.replace(t.vision, forbidden_token_ids=(9, 52))
+    with pytest.raises(TrajectoryError, match="sampled a vision token"):
+        validate_trajectory(msgspec.structs.replace(t, vision=vision))
