@@ -1,0 +1,45 @@
+"""What one rank of a learner is told, all do: a rank that left alone would leave the others in a collective."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vagen.buffer.learner_store import LearnerStore
+
+WORKER = Path(__file__).with_name("waiting_worker.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [0, 1])
+def test_all_ranks_stop_when_one_is_told(valkey, told):
+    LearnerStore.connect(valkey.url, "run").register("learner", step=3, batch_size=4, max_staleness=2)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), valkey.url],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["waiting\n"] * 2
+        ranks[told].terminate()
+        assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["stopped at 3\n"] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
