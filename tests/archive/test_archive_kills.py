@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vagen.buffer.archive.reader import open_archive
@@ -101,3 +102,15 @@ def test_a_part_is_on_the_disk_before_its_name_is(tmp_path, step_items, monkeypa
         ("rename", trajectories),
         ("fsync", tmp_path.name),
     ]
+
+
+def test_pictures_of_a_part_that_never_came_are_not_counted_on(archive_of, tmp_path, plain):
+    source, target = archive_of(steps=2, count=4, name="source", shades=60000), tmp_path / "target"
+    assert copy(source, target, "after rename 0") == -signal.SIGKILL
+    # Other data than what was being written: some of its pictures, and new ones, which take the number of its file.
+    archive = open_archive(source)
+    items = [msgspec.structs.replace(item, step=7) for item in (archive.read_step(0)[0], archive.read_step(1)[0])]
+    with ArchiveWriter(target) as writer:
+        writer.write_step(7, items)
+    assert [plain(record) for record in open_archive(target).iterate()] == [plain(item) for item in items]
+    assert open_archive(target).num_images == len({name for item in items for name in item.trajectory.images})

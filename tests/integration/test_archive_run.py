@@ -10,17 +10,18 @@ from vagen.buffer.archive.reader import open_archive
 @pytest.fixture(scope="module")
 def pipeline(run_pipeline):
     with run_pipeline(["learner.archive=archive"]) as pipeline:
-        pipeline.wait_for_steps(3)
+        pipeline.wait_for_steps(3, timeout_s=400)
         yield pipeline
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_killed_learner_leaves_each_step_in_the_archive_once(pipeline):
-    for _ in range(3):
+    for _ in range(2):
         pipeline.kill("learner")
-        pipeline.start("learner")
-        pipeline.wait_for_steps(5)
-    assert pipeline.stop("learner") == 0
+        pipeline.start("learner", timeout_s=400)
+        pipeline.wait_for_steps(5, timeout_s=600)
+    assert pipeline.stop("learner", timeout_s=300) == 0
     archive = open_archive(pipeline.run.root / "archive")
     lines = {line["step"]: line for line in pipeline.lines()}
     assert archive.steps == tuple(range(max(lines) + 1))

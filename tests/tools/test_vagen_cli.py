@@ -84,7 +84,10 @@ def test_bench_lists_and_measures(make_run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "nothing"], "error: bench nothing: unknown; known are ablation, advantages, pipeline, staleness"),
+        (
+            ["bench", "nothing"],
+            "error: bench nothing: unknown; known are ablation, advantages, archive, buffer, pipeline, staleness",
+        ),
         (["bench", "pipeline", "--option", "x"], "error: --option x: expected key=value"),
         (["bench", "pipeline", "--option", "x=1"], "error: --option x: unknown; known are"),
         (["config", "check", "no-such-recipe"], "error: no-such-recipe: no such file, and no recipe of that name"),

@@ -28,6 +28,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 _MODULES = (
     "vagen.tools.bench.ablation",
     "vagen.tools.bench.advantages",
+    "vagen.tools.bench.archive",
     "vagen.tools.bench.buffer",
     "vagen.tools.bench.pipeline",
     "vagen.tools.bench.staleness",
