@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -10,6 +12,9 @@ import pytest
 
 from vagen.buffer.archive.reader import open_archive
 from vagen.common.errors import ArchiveError, ConfigError
+from vagen.common.wire import encode_trajectory
+from vagen.learner.batching import RowPreparer, partition
+from vagen.learner.feeder import BatchFeeder
 from vagen.learner.replay import ArchiveSource, Draws, ReplayOptions
 
 
@@ -61,6 +66,23 @@ def test_an_archived_step_is_taken_in_its_order_with_its_versions_and_staleness(
     assert [entry.oldest_step for entry in manifest.entries] == [1, 1, 2, 2, 3, 3]
     assert [t.trajectory_id for t in source.read(manifest.entries[2:4])] == manifest.ids[2:4]
     assert source.take(3, 0) == manifest
+
+
+def test_ranks_share_an_archived_step_as_they_shared_the_live_one(make_archive, model_dir):
+    path = make_archive()
+    config = json.loads((model_dir / "config.json").read_text())
+    preparer = RowPreparer.load(model_dir, config["image_token_id"], 10_000)
+    # What the buffer counts, and the live split depends on, is the payload's size.
+    records = open_archive(path).read_step(2)
+    sizes = [len(encode_trajectory(record.trajectory)[1]) for record in records]
+    assert len(set(sizes)) > 1
+    for rank, mine in enumerate(partition(sizes, 2)):
+        with closing(BatchFeeder(make_source(path), preparer, dp_rank=rank, dp_size=2)) as feeder:
+            feeder.request(2)
+            feed = feeder.wait(60.0)
+        expected = [records[index].trajectory.trajectory_id for index in mine]
+        assert [trajectory.trajectory_id for trajectory in feed.batch.trajectories] == expected
+        assert feed.batch.num_groups == 3, "of the whole step"
 
 
 @pytest.mark.parametrize(("step", "publish_every", "version"), [(3, 1, 4), (3, 2, 3), (3, 5, -1)])
