@@ -34,7 +34,7 @@ def main() -> None:
 @app.command(
     epilog="Examples: vagen-learner run --config frozenlake --model runs/a/model --run-dir runs/a "
     "--redis unix:///path/to/valkey.sock --set learner.total_steps=100 · "
-    "vagen-learner run --config frozenlake --model runs/a/model --run-dir runs/b --replay runs/a/learner/archive"
+    "vagen-learner run --config frozenlake --model runs/a/model --run-dir runs/b --replay runs/a/archive"
 )
 def run(
     config: Annotated[str, typer.Option(help="Recipe: a yaml file, or the name of a shipped one.")],

@@ -68,19 +68,11 @@ class Draws:
             batch_size,
             f"int <= {archive.num_trajectories}, the trajectories in {archive.path}",
         )
-        table = archive.table(["run_id", "group_id", "weight"])
+        table = archive.table(["run_id", "group_id"])
         names = list(zip(table["run_id"].to_pylist(), table["group_id"].to_pylist(), strict=True))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         group_of = np.array([numbers[name] for name in names])
         self._members = np.split(np.argsort(group_of, kind="stable"), np.cumsum(np.bincount(group_of))[:-1])
-        weights = table["weight"].to_numpy()
-        self._weights = np.array([weights[members].mean() for members in self._members])
-        require(
-            bool((self._weights >= 0).all() and self._weights.sum() > 0),
-            "replay.weight",
-            f"{self._weights.min()}-{self._weights.max()}",
-            f"weights >= 0, not all of them 0, in {archive.path}",
-        )
         self._batches = [(epoch, batch) for epoch in range(epochs) for batch in self._epoch(seed, epoch, batch_size)]
 
     def __len__(self) -> int:
@@ -92,18 +84,9 @@ class Draws:
         return self._batches[index]
 
     def _epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[np.ndarray]:
-        """A batch is full with the group that reaches `batch_size`; what is left at the end waits for another epoch.
-
-        A group of mean weight comes once an epoch. Others come as often as their weight says, up to rounding that the
-        seed decides (systematic resampling).
-        """
-        rng = np.random.default_rng((seed, epoch))
-        share = np.cumsum(self._weights / self._weights.mean())
-        points = np.arange(len(self._members)) + rng.uniform()
-        # The last sum may be rounded below the last point.
-        chosen = np.minimum(np.searchsorted(share, points, side="right"), len(self._members) - 1)
+        """A batch is full with the group that reaches `batch_size`; what is left at the end waits for another epoch."""
         batch: list[np.ndarray] = []
-        for group in rng.permutation(chosen):
+        for group in np.random.default_rng((seed, epoch)).permutation(len(self._members)):
             batch.append(self._members[group])
             if sum(map(len, batch)) >= batch_size:
                 yield np.concatenate(batch)
@@ -212,6 +195,7 @@ class ArchiveSource:
             oldest_step=item.oldest_step,
             staleness=self._staleness(item, step),
             group_id=trajectory.group_id,
+            weight=item.weight,
         )
 
     def _staleness(self, item: ArchivedTrajectory, step: int) -> int:
@@ -233,8 +217,8 @@ def refuse_unknown_behaviour(archive: Archive) -> None:
     if not known.all():
         raise ArchiveError(
             f"{archive.path}: {int((~known).sum())} of {len(known)} trajectories do not say with which probability "
-            "their tokens were sampled, so no importance ratio can be computed; supervised training may use them, "
-            "reinforcement learning and --compare may not"
+            "their tokens were sampled, so no importance ratio can be computed; `vagen sft --archive` may use "
+            "them, `vagen buffer filter` leaves them out"
         )
 
 

@@ -40,7 +40,7 @@ app = typer.Typer(
 
       vagen report runs/demo-seed0
 
-      vagen replay runs/a/learner/archive --model runs/a/learner/export --config frozenlake
+      vagen replay runs/a/archive --model runs/a/learner/export --config frozenlake
 
       vagen config check my.yaml --set learner.batch_size=48
     """,

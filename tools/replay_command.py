@@ -46,9 +46,9 @@ def replay(
 
     Examples:
 
-      vagen replay runs/a/learner/archive --model runs/a/learner/export --config runs/a/recipe.yaml --out compare.html
+      vagen replay runs/a/archive --model runs/a/learner/export --config runs/a/recipe.yaml --out compare.html
 
-      vagen replay runs/a/learner/archive --model runs/a/model --checkpoint runs/a/learner/checkpoints/step-00000040
+      vagen replay runs/a/archive --model runs/a/model --checkpoint runs/a/learner/checkpoints/step-00000040
         --config frozenlake --compare default,m2po --set cap4:learner.loss.weight_cap=4
     """
     with user_errors(2):

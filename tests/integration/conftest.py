@@ -126,11 +126,15 @@ def small_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_pipeline(small_model, tmp_path_factory):
-    """Starts all processes of a recipe with overrides; stops them when the block ends."""
+    """Starts all processes of a recipe with overrides; stops them when the block ends.
+
+    `prepare` is given the run's folder before anything starts.
+    """
 
     @contextmanager
-    def run(overrides: Sequence[str] = ()) -> Iterator[Pipeline]:
+    def run(overrides: Sequence[str] = (), prepare: Callable[[RunDir], None] = lambda run: None) -> Iterator[Pipeline]:
         pipeline = Pipeline(tmp_path_factory.mktemp("run") / "run", small_model, overrides)
+        prepare(pipeline.run)
         try:
             for name in ("buffer", "engine", "learner", "actor"):
                 pipeline.start(name)

@@ -117,15 +117,12 @@ def test_a_batch_is_full_with_the_group_that_reaches_its_size(make_archive):
     assert [len(members) for _, members in drawn(make_archive(num_steps=3, name="b"), batch_size=8)] == [8, 8]
 
 
-def test_groups_are_drawn_as_often_as_their_weight_says(make_archive):
-    def weigh(record):
-        return msgspec.structs.replace(record, weight={0: 0.0, 1: 1.0}.get(record.step, 3.0))
-
-    path = make_archive(num_steps=3, change=weigh)
-    steps = open_archive(path).table(["step"])["step"].to_pylist()
-    counts = np.bincount([steps[i] for _, members in drawn(path, epochs=20) for i in members], minlength=3)
-    assert counts[0] == 0
-    assert counts[2] / counts[1] == pytest.approx(3.0, rel=0.1)
+def test_a_trajectory_counts_in_the_loss_what_it_counted_live(make_archive):
+    path = make_archive(change=change_fields(weight=lambda record: 1 / (1 + record.position)))
+    assert [entry.weight for entry in make_source(path).take(1, 0).entries] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6]
+    weights = {record.trajectory.trajectory_id: record.weight for record in open_archive(path).iterate()}
+    drawn_entries = make_source(path, make_draws(path)).take(0, 0).entries
+    assert [entry.weight for entry in drawn_entries] == [weights[entry.trajectory_id] for entry in drawn_entries]
 
 
 def test_a_drawn_trajectory_is_as_stale_as_the_steps_that_lie_between(make_archive):
@@ -171,7 +168,7 @@ def test_a_replay_ends_with_the_data_the_steps_or_a_gap(make_archive, caplog):
 
 def test_trajectories_that_do_not_say_what_sampled_them_are_refused(make_archive):
     path = make_archive(change=lambda record: forget_what_sampled(record) if record.step == 1 else record)
-    with pytest.raises(ArchiveError, match="6 of 24 trajectories do not say .* supervised training may use them"):
+    with pytest.raises(ArchiveError, match="6 of 24 trajectories do not say .* `vagen sft --archive` may use"):
         make_source(path)
 
 
