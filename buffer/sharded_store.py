@@ -1,0 +1,212 @@
+"""The learner's side of a buffer of several shards, in the terms of one: a global batch made of a part of each.
+
+      plan    how many trajectories each shard gives to a step, by what is ready there; the first plan written counts
+      claim   every shard seals its part, each in one script; the parts in shard order are the batch
+      done    every shard frees its part, then the plan goes
+
+A crash between two of these leaves a plan and some sealed parts: the next claim of the step reads the same plan, gets
+the sealed parts as they are, and seals the others. The plan and the counter of versions live in the first shard, all
+else in every one, so that an ingest decides on a trajectory without looking elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vagen.buffer.accounting import Accounting, BufferStatus, add_accountings, add_statuses
+from vagen.buffer.learner_store import EngineLease, LearnerStore
+from vagen.buffer.manifest import Manifest, ManifestEntry
+from vagen.buffer.selection.config import SelectionConfig
+from vagen.buffer.selection.selector import Selector
+from vagen.buffer.sharding import divide, divide_ready
+
+__all__ = ["ShardedSelector", "ShardedStore"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_REBALANCE_S = 2.0
+_LIVE_S = 15.0
+"""An actor that has been silent for longer gives its shard no weight."""
+
+
+class ShardedStore:
+    """One connection to each shard; not for use by several threads at once."""
+
+    def __init__(self, shards: Sequence[LearnerStore], group_size: int) -> None:
+        """`group_size` is that of the actors: no share of a batch splits a group."""
+        self.shards = tuple(shards)
+        self._home = self.shards[0]
+        self._group_size = group_size
+        self._incarnation = ""
+        self._pacing: dict[str, int] = {}
+        self._balanced_at = 0.0
+
+    def close(self) -> None:
+        """Drop the connections."""
+        for shard in self.shards:
+            shard.close()
+
+    # -- pacing and versions ------------------------------------------------------------------------------------
+
+    def register(self, incarnation: str, **pacing: int) -> None:
+        """As `LearnerStore.register`; each shard paces its share of the batch."""
+        self._incarnation, self._pacing = incarnation, pacing
+        self._rebalance()
+
+    def next_version(self) -> int:
+        """As `LearnerStore.next_version`."""
+        return self._home.next_version()
+
+    def record_version(self, version: int, incarnation: str, step: int, checksum: str) -> None:
+        """As `LearnerStore.record_version`, in every shard."""
+        for shard in self.shards:
+            shard.record_version(version, incarnation, step, checksum)
+
+    def version_steps(self, versions: Sequence[int]) -> dict[int, int]:
+        """As `LearnerStore.version_steps`."""
+        return self._home.version_steps(versions)
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    def plan(self, step: int, num_trajectories: int) -> list[int] | None:
+        """What each shard gives to a step: as planned before, else by what is ready; None while that is too little."""
+        planned = self._home.read_plan(step)
+        if planned is not None:
+            return planned
+        ready = [shard.evict_stale(step) for shard in self.shards]
+        shares = divide_ready(num_trajectories, ready, self._group_size)
+        return None if shares is None else self._home.write_plan(step, shares)
+
+    def wait_sealed(self, step: int, timeout_s: float) -> Manifest | None:
+        """As `LearnerStore.wait_sealed`: the batch, once every shard has sealed its part."""
+        deadline = time.monotonic() + timeout_s
+        while (shares := self._home.read_plan(step)) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
+        parts = []
+        for index, share in enumerate(shares):
+            if share:
+                part = self.shards[index].wait_sealed(step, max(0.0, deadline - time.monotonic()))
+                if part is None:
+                    return None
+                parts.append((index, part))
+        return merge(parts)
+
+    def read(self, entries: Sequence[ManifestEntry]) -> list[bytes]:
+        """As `LearnerStore.read`; each from its shard, in the order of `entries`."""
+        payloads: dict[str, bytes] = {}
+        for index, shard in enumerate(self.shards):
+            ids = [entry.trajectory_id for entry in entries if entry.shard == index]
+            payloads |= zip(ids, shard.fetch(ids), strict=True)
+        return [payloads[entry.trajectory_id] for entry in entries]
+
+    def mark_trained(self, step: int) -> None:
+        """As `LearnerStore.mark_trained`."""
+        for shard in self.shards:
+            shard.mark_trained(step)
+        self._pacing["step"] = step + 1
+        self._rebalance()
+
+    def done(self, steps: Sequence[int]) -> int:
+        """As `LearnerStore.done`."""
+        freed = sum(shard.done(steps) for shard in self.shards)
+        self._home.drop_plans(steps)
+        return freed
+
+    def rollback(self, step: int) -> list[int]:
+        """As `LearnerStore.rollback`."""
+        return sorted({pending for shard in self.shards for pending in shard.rollback(step)})
+
+    def pending_manifests(self) -> list[int]:
+        """Steps of which some shard has a part that is claimed and not done."""
+        return sorted({pending for shard in self.shards for pending in shard.pending_manifests()})
+
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    def engines(self) -> list[EngineLease]:
+        """As `LearnerStore.engines`: those of all shards, once each, with the longest lease."""
+        found: dict[tuple[str, str, str], EngineLease] = {}
+        for lease in (lease for shard in self.shards for lease in shard.engines()):
+            known = found.setdefault(lease[:3], lease)
+            found[lease[:3]] = max(known, lease)
+        return sorted(found.values())
+
+    def admit_engine(self, url: str, incarnation: str, version: int) -> bool:
+        """As `LearnerStore.admit_engine`, in the shards where it is announced."""
+        return any([shard.admit_engine(url, incarnation, version) for shard in self.shards])
+
+    def withdraw_engine(self, url: str, incarnation: str) -> bool:
+        """As `LearnerStore.withdraw_engine`."""
+        return any([shard.withdraw_engine(url, incarnation) for shard in self.shards])
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def accounting(self) -> Accounting:
+        """All terms of the accounting identity, over all shards."""
+        return add_accountings([shard.accounting() for shard in self.shards])
+
+    def status(self) -> BufferStatus:
+        """What the buffer holds now, over all shards."""
+        return add_statuses([shard.status() for shard in self.shards])
+
+    def balance(self) -> None:
+        """Pace the shards anew when it is time: none may wait for a part that nobody makes any more."""
+        if self._pacing and time.monotonic() - self._balanced_at > _REBALANCE_S:
+            self._rebalance()
+
+    def _rebalance(self) -> None:
+        live = [any(a.age_s < _LIVE_S and not a.closing for a in shard.accounting().actors) for shard in self.shards]
+        weights = [int(is_live) for is_live in live] if any(live) else [1] * len(live)
+        shares = divide(self._pacing["batch_size"], weights, self._group_size)
+        for shard, share in zip(self.shards, shares, strict=True):
+            pacing: dict[str, Any] = {**self._pacing, "batch_size": share}
+            shard.register(self._incarnation, **pacing)
+        self._balanced_at = time.monotonic()
+
+
+class ShardedSelector:
+    """Claims global batches for the one rank that decides; orders and filters apply within each shard."""
+
+    def __init__(self, store: ShardedStore, config: SelectionConfig, *, seed: int | None = None) -> None:
+        """As `Selector`."""
+        self._store = store
+        self._selectors = [Selector(shard, config, seed=seed) for shard in store.shards]
+
+    def claim(self, step: int, num_trajectories: int, timeout_s: float) -> Manifest | None:
+        """As `Selector.claim`. Once a plan is written, each shard waits for its own part."""
+        deadline = time.monotonic() + timeout_s
+        while (shares := self._store.plan(step, num_trajectories)) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
+        parts = []
+        for index, share in enumerate(shares):
+            if share:
+                part = self._selectors[index].claim(step, share, max(0.0, deadline - time.monotonic()))
+                if part is None:
+                    return None
+                parts.append((index, part))
+        return merge(parts)
+
+
+def merge(parts: Sequence[tuple[int, Manifest]]) -> Manifest:
+    """The batch made of the parts of some shards, which are given by index. Weights stay as each shard gave them."""
+    entries = [msgspec.structs.replace(entry, shard=index) for index, part in parts for entry in part.entries]
+    filtered: Counter[str] = Counter()
+    for _, part in parts:
+        filtered.update(part.filtered)
+    return Manifest(
+        step=parts[0][1].step,
+        entries=tuple(entries),
+        sealed_at=max(part.sealed_at for _, part in parts),
+        considered=sum(part.considered for _, part in parts),
+        filtered=dict(filtered),
+    )
