@@ -11,14 +11,18 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import redis
+from msgspec import structs
 
 from vagen.buffer import admission
 from vagen.buffer.connection import first_contact, make_client
-from vagen.buffer.keys import Key, Keys
+from vagen.buffer.keys import Key, Keys, Shard
+from vagen.buffer.sharding import split_urls
 
 REASONS = ("trained", "filtered", "stale", "refused", "evicted", "ready", "awaiting_group", "claimed", "in_flight")
 """Terms of the right-hand side; the three before the last are together `pending`."""
@@ -215,17 +219,59 @@ def read_ready_staleness(client: redis.Redis, keys: Keys) -> ReadyStaleness:
     return ReadyStaleness(units={age: count for age, count in enumerate(pipe.execute()) if count})
 
 
-def audit(redis_url: str, run_name: str) -> Accounting:
-    """The accounting of a run by its Redis URL.
+def add_accountings(parts: Sequence[Accounting]) -> Accounting:
+    """The accounting of several shards together.
+
+    An actor that changed its shard is known to both: it has journalled what the larger number says, and its last
+    heartbeat says what is in flight.
+    """
+    latest: dict[str, ActorAccount] = {}
+    for actor in (actor for part in parts for actor in part.actors):
+        known = latest.setdefault(actor.actor_id, actor)
+        newer = min(known, actor, key=lambda account: account.age_s)
+        latest[actor.actor_id] = structs.replace(newer, journalled=max(known.journalled, actor.journalled))
+    actors = tuple(latest[name] for name in sorted(latest))
+    counts: dict[str, Any] = {}
+    for field in structs.fields(Accounting):
+        values = [getattr(part, field.name) for part in parts]
+        if field.type is int:
+            counts[field.name] = sum(values)
+        elif field.name != "actors":
+            counts[field.name] = dict(sorted(sum(map(Counter, values), Counter()).items()))
+    counts["produced"] = sum(actor.journalled for actor in actors)
+    counts["in_flight"] = sum(actor.in_flight for actor in actors)
+    return Accounting(actors=actors, **counts)
+
+
+def add_statuses(parts: Sequence[BufferStatus]) -> BufferStatus:
+    """The live state of several shards together: sums, and the step and version that all of them know."""
+    first, sums = parts[0], {}
+    for field in structs.fields(BufferStatus):
+        values = [getattr(part, field.name) for part in parts]
+        if field.name in ("learner_step", "policy_version"):
+            sums[field.name] = min(values)
+        elif field.type is bool:
+            sums[field.name] = all(values)
+        else:
+            sums[field.name] = sum(values) if field.type is int else getattr(first, field.name)
+    return BufferStatus(**sums)
+
+
+def audit(redis_url: str, run_name: str, num_shards: int = 1) -> Accounting:
+    """The accounting of a run by its Redis URL; of several shards as `split_urls` takes it.
 
     Raises `BufferUnavailableError` within seconds when nobody answers there.
     """
-    client = make_client(redis_url)
-    try:
-        first_contact(client, redis_url)
-        return read_accounting(client, Keys(run_name))
-    finally:
-        client.close()
+    parts = []
+    for index, url in enumerate(split_urls(redis_url, num_shards)):
+        keys = Keys(run_name, Shard(index, num_shards))
+        client = make_client(url, keys=keys)
+        try:
+            first_contact(client, url)
+            parts.append(read_accounting(client, keys))
+        finally:
+            client.close()
+    return add_accountings(parts)
 
 
 def format_accounting(accounting: Accounting) -> str:

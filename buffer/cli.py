@@ -86,13 +86,16 @@ def audit(
             recipe = read_recipe(config, overrides or ())
             name = section(recipe, "run", RunConfig).name
             url = redis or read_ready(run_dir or Path("runs") / name).redis_url
-            url = section(recipe, "buffer", BufferConfig).complete(url)
+            buffer = section(recipe, "buffer", BufferConfig)
+            url, num_shards = buffer.complete(url), buffer.shards
         elif run_dir is not None:
             ready = read_ready(run_dir)
-            name, url = ready.run_name, redis or ready.redis_url
+            name, num_shards = ready.run_name, ready.shards
+            own = [read_ready(run_dir, shard).redis_url for shard in range(num_shards)]
+            url = redis or ",".join(dict.fromkeys(own))
         else:
             raise ConfigError("expected --run-dir DIR or --config RECIPE")
-        accounting = read_audit(url, name)
+        accounting = read_audit(url, name, num_shards)
     except VagenError as error:
         raise _failure(error) from error
     if as_json:

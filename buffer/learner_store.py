@@ -17,7 +17,7 @@ import redis
 
 from vagen.buffer.accounting import Accounting, BufferStatus, read_accounting, read_status
 from vagen.buffer.connection import first_contact, make_client, patiently, run_script
-from vagen.buffer.keys import Key, Keys
+from vagen.buffer.keys import Key, Keys, Shard
 from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.buffer.selection.config import Order, SelectionConfig
 from vagen.buffer.selection.selector import Decision, Selector
@@ -47,21 +47,22 @@ class EngineLease(NamedTuple):
 class LearnerStore:
     """One connection of one learner process; not for use by several threads at once."""
 
-    def __init__(self, client: redis.Redis, run_name: str, timeout_s: float) -> None:
+    def __init__(self, client: redis.Redis, keys: Keys, timeout_s: float) -> None:
         self._client = client
-        self._keys = Keys(run_name)
+        self._keys = keys
         self._timeout_s = timeout_s
         self._settings: list[SettingState] = []
 
     @classmethod
-    def connect(cls, redis_url: str, run_name: str, timeout_s: float = 60.0) -> LearnerStore:
-        """Connect to the Redis of a run.
+    def connect(cls, redis_url: str, run_name: str, timeout_s: float = 60.0, shard: Shard = Shard()) -> LearnerStore:
+        """Connect to the Redis of one shard of a run.
 
         Raises `ConfigError` for a bad URL or login, and `BufferUnavailableError` within seconds when nobody answers.
         """
-        client = make_client(redis_url, socket_timeout_s=min(timeout_s, 30.0))
+        keys = Keys(run_name, shard)
+        client = make_client(redis_url, socket_timeout_s=min(timeout_s, 30.0), keys=keys)
         first_contact(client, redis_url)
-        return cls(client, run_name, timeout_s)
+        return cls(client, keys, timeout_s)
 
     def close(self) -> None:
         """Drop the connection."""
@@ -170,6 +171,33 @@ class LearnerStore:
                 return None
             time.sleep(_SEALED_POLL_S)
 
+    def evict_stale(self, step: int) -> int:
+        """Evict what is too stale for a step; returns how many trajectories are ready then."""
+        proposal = self.propose(step, 0, 0, "freshest", 0, 0)
+        return self.status().ready if isinstance(proposal, Proposal) else 0
+
+    def read_plan(self, step: int) -> list[int] | None:
+        """What each shard gives to a step, where that is decided."""
+        name = self._keys[Key.PLANS]
+        text: Any = self._patiently("read_plan", lambda: self._client.hget(name, str(step)))
+        return None if text is None else msgspec.json.decode(text, type=list[int])
+
+    def write_plan(self, step: int, shares: Sequence[int]) -> list[int]:
+        """Decide what each shard gives to a step; returns the plan that counts, which is the first one written."""
+        name, text = self._keys[Key.PLANS], msgspec.json.encode(shares)
+        self._patiently("write_plan", lambda: self._client.hsetnx(name, str(step), text))
+        return self.read_plan(step) or list(shares)
+
+    def drop_plans(self, steps: Sequence[int]) -> None:
+        """Forget the plans of steps that are done."""
+        if steps:
+            fields = [str(step) for step in steps]
+            self._patiently("drop_plans", lambda: self._client.hdel(self._keys[Key.PLANS], *fields))
+
+    def read(self, entries: Sequence[ManifestEntry]) -> list[bytes]:
+        """Payloads of the entries of a claimed manifest, in order; as `fetch`."""
+        return self.fetch([entry.trajectory_id for entry in entries])
+
     def fetch(self, ids: Sequence[str]) -> list[bytes]:
         """Payloads of claimed trajectories, replayed ones among them, in order, read in chunks.
 
@@ -265,6 +293,13 @@ class LearnerStore:
     def status(self) -> BufferStatus:
         """What the buffer holds now."""
         return self._patiently("status", lambda: read_status(self._client, self._keys))
+
+    def balance(self) -> None:
+        """Nothing to do with one shard; see `ShardedStore.balance`."""
+
+    def statuses(self) -> list[BufferStatus]:
+        """`status` of each shard, here of one."""
+        return [self.status()]
 
     def settings(self) -> list[SettingState]:
         """The live settings as they are in force now."""

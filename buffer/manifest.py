@@ -17,6 +17,8 @@ class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str
     weight: float = 1.0
     """What it counts in the loss, in (0, 1]: less than 1 where it was drawn more often than others."""
+    shard: int = 0
+    """Of the buffer, which has the payload."""
     replayed: bool = False
     """It was trained before: outside the accounting identity."""
 

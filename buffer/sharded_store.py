@@ -11,24 +11,26 @@ else in every one, so that an ingest decides on a trajectory without looking els
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from vagen.buffer.accounting import Accounting, BufferStatus, add_accountings, add_statuses
+from vagen.buffer.keys import Shard
 from vagen.buffer.learner_store import EngineLease, LearnerStore
 from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.buffer.selection.config import SelectionConfig
 from vagen.buffer.selection.selector import Selector
-from vagen.buffer.sharding import divide, divide_ready
+from vagen.buffer.settings import SettingState
+from vagen.buffer.sharding import divide, divide_ready, split_urls
 
-__all__ = ["ShardedSelector", "ShardedStore"]
+__all__ = ["ShardedSelector", "ShardedStore", "Store", "connect_store", "make_selector"]
 
-logger = logging.getLogger(__name__)
+Store: TypeAlias = "LearnerStore | ShardedStore"
+"""A buffer as the learner sees it, whatever its number of shards."""
 
 _POLL_S = 0.05
 _REBALANCE_S = 2.0
@@ -155,7 +157,19 @@ class ShardedStore:
 
     def status(self) -> BufferStatus:
         """What the buffer holds now, over all shards."""
-        return add_statuses([shard.status() for shard in self.shards])
+        return add_statuses(self.statuses())
+
+    def statuses(self) -> list[BufferStatus]:
+        """What each shard holds now."""
+        return [shard.status() for shard in self.shards]
+
+    def settings(self) -> list[SettingState]:
+        """As `LearnerStore.settings`; they are set in all shards at once."""
+        return self._home.settings()
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """As `LearnerStore.changed_settings`."""
+        return self._home.changed_settings()
 
     def balance(self) -> None:
         """Pace the shards anew when it is time: none may wait for a part that nobody makes any more."""
@@ -170,6 +184,24 @@ class ShardedStore:
             pacing: dict[str, Any] = {**self._pacing, "batch_size": share}
             shard.register(self._incarnation, **pacing)
         self._balanced_at = time.monotonic()
+
+
+def connect_store(
+    redis_url: str, run_name: str, *, num_shards: int = 1, group_size: int = 1, timeout_s: float = 60.0
+) -> Store:
+    """Connect to all shards of a run; `redis_url` as `split_urls` takes it. Raises what `LearnerStore.connect` does."""
+    shards = [
+        LearnerStore.connect(url, run_name, timeout_s, Shard(index, num_shards))
+        for index, url in enumerate(split_urls(redis_url, num_shards))
+    ]
+    return shards[0] if num_shards == 1 else ShardedStore(shards, group_size)
+
+
+def make_selector(store: Store, config: SelectionConfig, seed: int | None = None) -> Selector | ShardedSelector:
+    """What claims batches from a store, for the one rank that decides."""
+    if isinstance(store, ShardedStore):
+        return ShardedSelector(store, config, seed=seed)
+    return Selector(store, config, seed=seed)
 
 
 class ShardedSelector:

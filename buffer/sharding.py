@@ -1,10 +1,25 @@
-"""How a batch is divided over the shards of a buffer. Pure; knows no Redis."""
+"""Which URL belongs to which shard of a buffer, and how a batch is divided over them. Pure; knows no Redis."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["divide", "divide_ready"]
+from vagen.common.errors import ConfigError
+
+__all__ = ["divide", "divide_ready", "split_urls"]
+
+
+def split_urls(redis_url: str, num_shards: int) -> list[str]:
+    """The URL of each shard: all of them separated by commas, or one that all share, as that of a cluster.
+
+    Raises `ConfigError` when there are as many as neither.
+    """
+    urls = redis_url.split(",")
+    if len(urls) == 1:
+        return urls * num_shards
+    if len(urls) != num_shards:
+        raise ConfigError(f"--redis: expected 1 URL or one for each of the {num_shards} shards, got {len(urls)}")
+    return urls
 
 
 def divide(total: int, weights: Sequence[int], unit: int) -> list[int]:

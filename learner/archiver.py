@@ -19,7 +19,7 @@ from pathlib import Path
 
 from vagen.buffer.archive.record import ArchivedTrajectory
 from vagen.buffer.archive.writer import ArchiveWriter
-from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.sharded_store import Store
 from vagen.common.errors import ArchiveError, ConfigError
 from vagen.common.metrics import Metrics
 from vagen.common.wire import decode_trajectory
@@ -35,7 +35,7 @@ _CHUNK = 16
 class StepArchiver:
     """One thread over one archive. Only the first rank has one."""
 
-    def __init__(self, folder: Path, store: LearnerStore, metrics: Metrics, *, first_step: int) -> None:
+    def __init__(self, folder: Path, store: Store, metrics: Metrics, *, first_step: int) -> None:
         """`store` becomes the thread's; `first_step` is the learner's next.
 
         Raises `ConfigError` for a folder that holds steps which this run has not made durable, or that cannot be
@@ -116,13 +116,13 @@ class StepArchiver:
         self._metrics.count("vagen_learner_archive_seconds_total", time.perf_counter() - started)
 
 
-def archived_step(store: LearnerStore, step: int) -> Iterator[ArchivedTrajectory]:
+def archived_step(store: Store, step: int) -> Iterator[ArchivedTrajectory]:
     """The batch of a claimed step as archive records, in the order of its manifest; nothing for a step that is done."""
     manifest = store.wait_sealed(step, 0.0)
     entries = () if manifest is None else manifest.entries
     for start in range(0, len(entries), _CHUNK):
         chunk = entries[start : start + _CHUNK]
-        trajectories = [decode_trajectory(payload) for payload in store.fetch([e.trajectory_id for e in chunk])]
+        trajectories = [decode_trajectory(payload) for payload in store.read(chunk)]
         for offset, (entry, trajectory) in enumerate(zip(chunk, trajectories, strict=True)):
             yield ArchivedTrajectory(
                 trajectory=trajectory,

@@ -39,7 +39,9 @@ def main() -> None:
 def run(
     config: Annotated[str, typer.Option(help="Recipe: a yaml file, or the name of a shipped one.")],
     model: Annotated[Path, typer.Option(help="Model directory to start from (transformers format).")],
-    redis: Annotated[str | None, typer.Option(help="Redis of the buffer: redis://, rediss:// or unix://.")] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="Redis of the buffer; of several shards with a Redis each, all URLs in order.")
+    ] = None,
     run_dir: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, metrics, logs.")] = Path("runs/run"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
     replay: Annotated[
@@ -86,22 +88,29 @@ def run(
             raise ConfigError("expected --redis, the buffer to train from, or --replay, a saved one")
         if replay_order is not None or replay_epochs != 1:
             raise ConfigError("--replay-order and --replay-epochs: expected --replay with them")
-        redis = section(recipe, "buffer", BufferConfig).complete(redis)
-        _train(recipe, settings.name, model, run_dir, redis, lambda: setup_logging(settings.log_level, log))
+        buffer = section(recipe, "buffer", BufferConfig)
+        redis = ",".join(buffer.complete(url) for url in redis.split(","))
+        _train(recipe, buffer.shards, model, run_dir, redis, lambda: setup_logging(settings.log_level, log))
     except VagenError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
 
 
 def _train(
-    recipe: Mapping[str, Any], name: str, model: Path, run_dir: Path, redis: str, start_logging: Callable[[], None]
+    recipe: Mapping[str, Any],
+    num_shards: int,
+    model: Path,
+    run_dir: Path,
+    redis: str,
+    start_logging: Callable[[], None],
 ) -> None:
-    from vagen.buffer.learner_store import LearnerStore
+    from vagen.buffer.sharded_store import connect_store
+    from vagen.common.config import RunConfig, section
     from vagen.common.memory import keep_freed_memory
 
     keep_freed_memory()
     # Nobody should wait for torch's import to hear that the buffer is not there.
-    LearnerStore.connect(redis, name).close()
+    connect_store(redis, section(recipe, "run", RunConfig).name, num_shards=num_shards).close()
     start_logging()
 
     from vagen.learner.startup import run_learner

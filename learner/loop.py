@@ -138,6 +138,7 @@ class Learner:
             if not is_missing or not self.is_first_rank:
                 continue
             self._give_up_on_a_batch_that_cannot_come()
+            self.source.tend()
             if self.publisher is not None:
                 self.publisher.tend_members()
                 if time.monotonic() - reminded > _REMIND_EVERY_S:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from vagen.buffer.learner_store import EngineLease, LearnerStore
+from vagen.buffer.learner_store import EngineLease
+from vagen.buffer.sharded_store import Store
 from vagen.learner.broadcast import Broadcaster, PublishReport
 
 __all__ = ["Publisher", "Published"]
@@ -40,7 +41,7 @@ class _Snapshot:
 class Publisher:
     """Publishes from one rank."""
 
-    store: LearnerStore
+    store: Store
     broadcaster: Broadcaster
     incarnation: str
     _snapshot: _Snapshot | None = None

@@ -183,6 +183,9 @@ class ArchiveSource:
     def why_stuck(self) -> None:
         return None
 
+    def tend(self) -> None:
+        """Nothing changes while a replay waits."""
+
     def done(self, steps: Sequence[int]) -> None:
         """The archive keeps all."""
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from vagen.buffer.learner_store import LearnerStore
 from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.buffer.selection.selector import Selector
+from vagen.buffer.sharded_store import ShardedSelector, Store
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import decode_trajectory
 from vagen.learner.archiver import StepArchiver
@@ -45,6 +45,9 @@ class BatchSource(Protocol):
     def why_stuck(self) -> str | None:
         """What keeps a batch that is waited for from ever being complete; None while it may still come."""
 
+    def tend(self) -> None:
+        """Called while the loop waits for a batch, by the first rank."""
+
     def done(self, steps: Sequence[int]) -> None:
         """A durable checkpoint holds these steps."""
 
@@ -54,11 +57,11 @@ class BufferSource:
 
     def __init__(
         self,
-        store: LearnerStore,
-        feeder_store: LearnerStore,
+        store: Store,
+        feeder_store: Store,
         *,
         batch_size: int,
-        selector: Selector | None,
+        selector: Selector | ShardedSelector | None,
         archiver: StepArchiver | None = None,
     ) -> None:
         """A connection for each of the two threads. The first rank chooses by its `selector`; the others have none and
@@ -76,8 +79,7 @@ class BufferSource:
         return self._selector.claim(step, self._batch_size, timeout_s)
 
     def read(self, entries: Sequence[ManifestEntry]) -> list[Trajectory]:
-        payloads = self._feeder_store.fetch([entry.trajectory_id for entry in entries])
-        return [decode_trajectory(payload) for payload in payloads]
+        return [decode_trajectory(payload) for payload in self._feeder_store.read(entries)]
 
     def notes(self, manifest: Manifest) -> None:
         return None
@@ -89,8 +91,8 @@ class BufferSource:
         self._store.mark_trained(step)
 
     def needs_checkpoint(self, *, is_waiting: bool) -> bool:
-        """True above half of the capacity. Below, the next batch may still not fit; a full buffer alone is no reason,
-        since it is what a learner sees that is slower than its actors."""
+        """True above half of a shard's capacity. Below, the next batch may still not fit; a full buffer alone is no
+        reason, since it is what a learner sees that is slower than its actors."""
         if self._archiver is not None and self._is_crowded(is_waiting):
             # What is waiting to be archived is in a checkpoint already: another would free nothing more.
             self._archiver.drain()
@@ -107,6 +109,9 @@ class BufferSource:
             "trajectories of a batch, and nothing is left to free; raise it or lower $.learner.batch_size"
         )
 
+    def tend(self) -> None:
+        self._store.balance()
+
     def done(self, steps: Sequence[int]) -> None:
         if self._archiver is not None:
             self._archiver.submit(steps)
@@ -114,5 +119,7 @@ class BufferSource:
             self._store.done(steps)
 
     def _is_crowded(self, is_waiting: bool) -> bool:
-        status = self._store.status()
-        return 0 < status.capacity_bytes / 2 < status.claimed_bytes or (is_waiting and status.is_full)
+        return any(
+            0 < status.capacity_bytes / 2 < status.claimed_bytes or (is_waiting and status.is_full)
+            for status in self._store.statuses()
+        )

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from ulid import ULID
 
-from vagen.buffer.learner_store import LearnerStore
-from vagen.buffer.selection.selector import Selector
+from vagen.buffer.config import BufferConfig
 from vagen.buffer.settings import overrides
+from vagen.buffer.sharded_store import Store, connect_store, make_selector
 from vagen.common.config import RunConfig, section
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
@@ -116,7 +116,7 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
     """
     run, config = section(recipe, "run", RunConfig), section(recipe, "learner", LearnerConfig)
     with ExitStack() as stack:
-        connect = _connector(redis_url, run.name, config, stack)
+        connect = _connector(redis_url, recipe, config, stack)
         store = connect()
         _check_buffer(store, config)
         parts = stack.enter_context(learner_parts(run, config, model_dir, run_dir))
@@ -210,9 +210,16 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _connector(redis_url: str, run_name: str, config: LearnerConfig, stack: ExitStack) -> Callable[[], LearnerStore]:
-    def connect() -> LearnerStore:
-        store = LearnerStore.connect(redis_url, run_name, timeout_s=config.store_timeout_s)
+def _connector(
+    redis_url: str, recipe: Mapping[str, Any], config: LearnerConfig, stack: ExitStack
+) -> Callable[[], Store]:
+    run_name, num_shards = section(recipe, "run", RunConfig).name, section(recipe, "buffer", BufferConfig).shards
+    group_size = int(recipe.get("actor", {}).get("group_size", 1))
+
+    def connect() -> Store:
+        store = connect_store(
+            redis_url, run_name, num_shards=num_shards, group_size=group_size, timeout_s=config.store_timeout_s
+        )
         stack.callback(store.close)
         return store
 
@@ -220,7 +227,7 @@ def _connector(redis_url: str, run_name: str, config: LearnerConfig, stack: Exit
 
 
 def _open_archive(
-    parts: LearnerParts, run_dir: Path, connect: Callable[[], LearnerStore], stack: ExitStack
+    parts: LearnerParts, run_dir: Path, connect: Callable[[], Store], stack: ExitStack
 ) -> StepArchiver | None:
     if parts.config.archive is None or not parts.is_first:
         return None
@@ -231,13 +238,13 @@ def _open_archive(
 
 @contextmanager
 def _live_learner(
-    parts: LearnerParts, store: LearnerStore, feeder_store: LearnerStore, archiver: StepArchiver | None
+    parts: LearnerParts, store: Store, feeder_store: Store, archiver: StepArchiver | None
 ) -> Iterator[Learner]:
     config = parts.config
     incarnation = str(ULID())
     if parts.is_first:
         _announce(store, archiver, config, incarnation, parts.first_step)
-    selector = Selector(feeder_store, config.selection, seed=parts.run.seed) if parts.is_first else None
+    selector = make_selector(feeder_store, config.selection, parts.run.seed) if parts.is_first else None
     source = BufferSource(store, feeder_store, batch_size=config.batch_size, selector=selector, archiver=archiver)
 
     def rescore(probe: Probe, url: str, version: int) -> float:
@@ -275,7 +282,7 @@ def _make_update(
 
 
 def _announce(
-    store: LearnerStore, archiver: StepArchiver | None, config: LearnerConfig, incarnation: str, first_step: int
+    store: Store, archiver: StepArchiver | None, config: LearnerConfig, incarnation: str, first_step: int
 ) -> None:
     """Finish what the checkpoint has made durable, and say where the run goes on."""
     replay = config.selection.replay
@@ -300,7 +307,7 @@ def _announce(
         logger.warning("%s", line)
 
 
-def _check_buffer(store: LearnerStore, config: LearnerConfig) -> None:
+def _check_buffer(store: Store, config: LearnerConfig) -> None:
     status = store.status()
     capacity = status.capacity_bytes
     if capacity > 0 and config.selection.order == "priority" and not status.priority_function:

@@ -56,7 +56,7 @@ class Monitor:
     def audit(self) -> dict[str, Any]:
         """The accounting identity now. Raises `BufferUnavailableError` when Redis does not answer."""
         url = self._recipe.buffer.complete(read_ready(self._run.root).redis_url)
-        accounting = audit(url, self._recipe.run.name)
+        accounting = audit(url, self._recipe.run.name, self._recipe.buffer.shards)
         plain: dict[str, Any] = msgspec.to_builtins(accounting)
         return plain | {"pending": accounting.pending, "identity_holds": accounting.identity_holds}
 
