@@ -162,8 +162,9 @@ def connect() -> Iterator[Callable[..., Client]]:
 class Service:
     """`vagen-buffer serve` as a process of its own."""
 
-    def __init__(self, run_dir: Path, environment: Mapping[str, str], **buffer: Any) -> None:
+    def __init__(self, run_dir: Path, environment: Mapping[str, str], shard: int, **buffer: Any) -> None:
         self.run_dir = run_dir
+        self._shard = shard
         self._environment = {**os.environ, **environment}
         self.recipe = run_dir / "recipe.yaml"
         self.recipe.write_text(yaml.safe_dump({"run": {"name": "run"}, "buffer": buffer}))
@@ -178,16 +179,16 @@ class Service:
         )
 
     def start(self, endpoint: str = "tcp://127.0.0.1:*") -> Service:
-        ready_path(self.run_dir).unlink(missing_ok=True)
-        self.process = self.spawn("serve", "--endpoint", endpoint)
+        ready_path(self.run_dir, self._shard).unlink(missing_ok=True)
+        self.process = self.spawn("serve", "--endpoint", endpoint, "--shard", str(self._shard))
 
         def is_ready() -> bool:
             assert self.process is not None
             assert self.process.poll() is None, self.process.communicate()[1]
-            return ready_path(self.run_dir).exists()
+            return ready_path(self.run_dir, self._shard).exists()
 
         eventually(is_ready, "vagen-buffer is ready")
-        self.ready = read_ready(self.run_dir)
+        self.ready = read_ready(self.run_dir, self._shard)
         return self
 
     def restart(self) -> None:
@@ -230,8 +231,8 @@ def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     """Starts a service; keywords are settings of section `buffer`."""
     services: list[Service] = []
 
-    def make(environment: Mapping[str, str] | None = None, **buffer: Any) -> Service:
-        services.append(Service(tmp_path, environment or {}, **buffer))
+    def make(environment: Mapping[str, str] | None = None, shard: int = 0, **buffer: Any) -> Service:
+        services.append(Service(tmp_path, environment or {}, shard, **buffer))
         return services[-1].start()
 
     yield make
