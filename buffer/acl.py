@@ -11,7 +11,7 @@ import hashlib
 import importlib.resources
 import re
 
-from vagen.buffer.keys import Keys, Shard
+from vagen.buffer.keys import Key, Keys, Shard
 from vagen.buffer.lua import source
 from vagen.common.config import RunConfig
 
@@ -50,5 +50,7 @@ def acl_line(run_name: str, password: str, *, user: str | None = None, shards: i
     RunConfig(name=run_name)
     digest = hashlib.sha256(password.encode()).hexdigest()
     patterns = [f"~{Keys(run_name, Shard(index, shards)).prefix}*" for index in range(shards)]
+    if shards > 1:
+        patterns.append(f"~{Keys(run_name)[Key.LAYOUT]}")
     words = ["ACL", "SETUSER", user or f"vagen-{run_name}", "reset", "on", f"#{digest}", *patterns]
     return " ".join([*words, *(f"+{command}" for command in commands())])

@@ -25,6 +25,7 @@ from vagen.buffer.gate import Gate
 from vagen.buffer.keys import Keys, Shard
 from vagen.buffer.loop import Ingest, bind_again, bind_router
 from vagen.buffer.quarantine import Quarantine
+from vagen.buffer.reshard import check_layout
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.settings import overrides
 from vagen.buffer.store import IngestStore
@@ -174,6 +175,7 @@ def _start_redis(
 def _open_store(redis_url: str, run: RunConfig, config: BufferConfig, shard: int) -> IngestStore:
     store = IngestStore(redis_url, run.name, config, shard)
     store.check_durability()
+    check_layout(redis_url, run.name, config.shards)
     store.announce()
     for line in overrides(store.refresh_settings()):
         logger.warning("%s", line)

@@ -103,6 +103,31 @@ def acl(
         typer.echo(acl_line(run_name, password, user=user, shards=shards))
 
 
+@buffer_app.command("reshard")
+def reshard(
+    old: Annotated[int, typer.Option("--from", min=1, help="Shards that the run has.")],
+    new: Annotated[int, typer.Option("--to", min=1, max=1024, help="Shards that it shall have.")],
+    redis: Annotated[str, typer.Option(metavar="URL", help="Redis of the run; a Redis a shard: all, by commas.")],
+    run_name: Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run.")],
+    group_size: Annotated[int, typer.Option(min=1, help="actor.group_size of the recipe.")] = 1,
+    evict: Annotated[bool, typer.Option(help="Count what is pending as evicted.")] = False,
+) -> None:
+    """Give a run that stands still another number of shards, then start it with that `buffer.shards`.
+
+    First stop the actors (SIGTERM; until nothing is in flight), let the learner train what is there and stop it, then
+    every vagen-buffer. What is left over, less than a batch, can be kept by `vagen buffer save` before it is evicted.
+
+    Example:
+
+      vagen buffer reshard --run a --redis redis+cluster://node-0:6379 --from 1 --to 3 --evict
+    """
+    with user_errors(2):
+        from vagen.buffer.accounting import format_accounting
+        from vagen.buffer.reshard import reshard as move
+
+        typer.echo(format_accounting(move(redis, run_name, old, new, group_size, evict=evict)))
+
+
 @buffer_app.command("set")
 def set_(
     changes: Annotated[

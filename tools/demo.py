@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from vagen.common.config import read_recipe
+from vagen.common.config import read_recipe, require
 from vagen.common.errors import ConfigError, VagenError
 from vagen.tools.child import Death, ProcessSpec, Stage
 from vagen.tools.launch import Launcher, assign_ports
@@ -104,7 +104,11 @@ def prepare(options: DemoOptions) -> Iterator[PreparedRun]:
         else:
             raw = read_recipe(run.recipe)
             state.attempts += 1
-        timeout_s = validate_recipe(raw).demo.stop_timeout_s
+        recipe = validate_recipe(raw)
+        require(
+            recipe.buffer.shards == 1, "buffer.shards", recipe.buffer.shards, "1 for the demo, which runs one actor"
+        )
+        timeout_s = recipe.demo.stop_timeout_s
         if not run.lock.exists():
             held.enter_context(_lock(run))
         for process in _LEFTOVER_ORDER:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -263,6 +264,59 @@ def test_a_shard_that_nobody_feeds_leaves_its_share_to_the_others(cluster: Clust
     for _ in range(6):
         parts.put(0)
     assert {entry.shard for entry in parts.claim(1, 6).entries} == {0}
+
+
+def run_reshard(*args: str) -> tuple[int, str]:
+    command = [
+        sys.executable,
+        "-c",
+        "from vagen.tools.cli import app; app()",
+        "buffer",
+        "reshard",
+        "--run",
+        "run",
+        *args,
+    ]
+    ended = subprocess.run([*command, *args], capture_output=True, text=True, timeout=60)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_a_drained_run_gets_other_shards_and_goes_on(
+    cluster: Cluster, service: Any, connect: Any, heartbeat: Any, make_trajectory: Any
+) -> None:
+    running = service(redis_url=cluster.url)
+    store = connect_store(cluster.url, "run")
+    store.register("learner", step=0, batch_size=4, max_staleness=2)
+    store.record_version(store.next_version(), "learner", 0, "checksum")
+    client = connect(running.ready.endpoint)
+    made = [make_trajectory(actor_seq=i + 1) for i in range(5)]
+    client.stream(made)
+    client.ask(heartbeat(journalled=5, in_flight=1, running_tasks=(), engines=()))
+    assert store.claim(0, 4, timeout_s=5.0) is not None
+    store.mark_trained(0)
+    to_three = ("--redis", cluster.url, "--from", "1", "--to", "3")
+    assert "1 trajectories are unacked" in run_reshard(*to_three)[1]
+    client.ask(heartbeat(journalled=5, in_flight=0, running_tasks=(), engines=(), closing=True))
+    assert "4 trajectories are trained and in no checkpoint" in run_reshard(*to_three)[1]
+    store.done([0])
+    assert "1 trajectories are pending" in run_reshard(*to_three)[1]
+    assert running.stop() == 0
+    code, out = run_reshard(*to_three, "--evict")
+    assert code == 0 and "the identity holds" in out, out
+    assert run_reshard(*to_three, "--evict") == (0, out), "repeating it changes nothing"
+
+    process = running.spawn("serve")
+    assert process.communicate(timeout=60)[1].count("$.buffer.shards: expected 3") == 1
+    parts = connect_store(cluster.url, "run", num_shards=3)
+    assert parts.next_version() == 2 and parts.version_steps([1]) == {1: 0}
+    again = service(shard=1, shards=3, redis_url=cluster.url)
+    parts.register("learner", step=1, batch_size=4, max_staleness=2)
+    client = connect(again.ready.endpoint)
+    client.stream([make_trajectory(actor_seq=6)])
+    client.ask(heartbeat(journalled=6, in_flight=0, running_tasks=(), engines=()))
+    accounting = parts.accounting()
+    assert (accounting.produced, accounting.trained, accounting.evicted, accounting.ready) == (6, 4, 1, 1)
+    assert accounting.identity_holds
 
 
 @pytest.mark.slow

@@ -111,8 +111,8 @@ class Pipeline:
         return accounting
 
     def close(self) -> None:
-        for name in ("actor", "learner", "engine", "buffer"):
-            if name in self._children and self._children[name].poll() is None:
+        for name in reversed(self._children):
+            if self._children[name].poll() is None:
                 self.stop(name)
 
 
@@ -125,7 +125,22 @@ def small_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_pipeline(small_model, tmp_path_factory):
+def make_pipeline(small_model, tmp_path_factory):
+    """A pipeline of a recipe with overrides, of which nothing runs yet; what was started stops when the block ends."""
+
+    @contextmanager
+    def make(overrides: Sequence[str] = ()) -> Iterator[Pipeline]:
+        pipeline = Pipeline(tmp_path_factory.mktemp("run") / "run", small_model, overrides)
+        try:
+            yield pipeline
+        finally:
+            pipeline.close()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_pipeline(make_pipeline):
     """Starts all processes of a recipe with overrides; stops them when the block ends.
 
     `prepare` is given the run's folder before anything starts.
@@ -133,13 +148,10 @@ def run_pipeline(small_model, tmp_path_factory):
 
     @contextmanager
     def run(overrides: Sequence[str] = (), prepare: Callable[[RunDir], None] = lambda run: None) -> Iterator[Pipeline]:
-        pipeline = Pipeline(tmp_path_factory.mktemp("run") / "run", small_model, overrides)
-        prepare(pipeline.run)
-        try:
+        with make_pipeline(overrides) as pipeline:
+            prepare(pipeline.run)
             for name in ("buffer", "engine", "learner", "actor"):
                 pipeline.start(name)
             yield pipeline
-        finally:
-            pipeline.close()
 
     return run
