@@ -38,7 +38,7 @@ def serve(task: Task) -> None:
 
 
 def produce(task: Task) -> None:
-    """Put batches of one field of equal lengths, which it carries many times faster than ragged ones."""
+    """Put batches of one field, padded to equal lengths."""
     join(task)
     transfer_queue.init()
     trajectories = produced(task)
