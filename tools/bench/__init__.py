@@ -30,6 +30,7 @@ _MODULES = (
     "vagen.tools.bench.advantages",
     "vagen.tools.bench.archive",
     "vagen.tools.bench.buffer",
+    "vagen.tools.bench.engine",
     "vagen.tools.bench.pipeline",
     "vagen.tools.bench.staleness",
 )

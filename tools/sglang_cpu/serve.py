@@ -74,7 +74,8 @@ class SGLangOptions:
     @property
     def url(self) -> str:
         """Base URL."""
-        return f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     def command(self) -> list[str]:
         """The command line, keys included."""
