@@ -30,6 +30,8 @@ def vagen(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPr
         ["buffer", "set"],
         ["buffer", "top"],
         ["config", "check"],
+        ["doctor", "engine"],
+        ["sglang"],
     ],
 )
 def test_help_answers_at_once(words):
