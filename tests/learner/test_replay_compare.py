@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -50,6 +51,14 @@ def test_staleness_is_against_the_models_step_and_groups_stay_whole(make_archive
     assert set(recorded.staleness) == {0, 1, 2} and recorded.left_out == 0
     with pytest.raises(ConfigError, match="none is at least as old as the model, of step 3"):
         select(archive, 3, (50,), per_bucket=4, seed=0)
+
+
+def test_a_group_with_a_member_newer_than_the_model_is_left_out(make_archive):
+    def split(record):
+        return msgspec.structs.replace(record, oldest_step=3 if record.position == 0 else 0)
+
+    chosen = select(open_archive(make_archive(num_steps=2, change=split)), 2, (0,), per_bucket=100, seed=0)
+    assert chosen.indices.tolist() == [2, 3, 4, 5, 8, 9, 10, 11] and chosen.left_out == 4
 
 
 def test_the_same_comparison_gives_the_same_bits(options):

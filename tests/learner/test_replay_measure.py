@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from vagen.learner.advantages.config import AdvantageConfig
 from vagen.learner.advantages.estimate import estimate_advantages
 from vagen.learner.batching import microbatches
 from vagen.learner.config import LearnerConfig
@@ -88,14 +89,17 @@ def test_shares_are_counted_over_the_parts_own_tokens(bench):
     assert 0 < outside and reject.rejected_share == pytest.approx(outside)
 
 
-def test_the_value_error_is_against_the_corrections_own_return(bench):
-    config = LearnerConfig(advantage=msgspec.structs.replace(DEFAULT.advantage, importance_correction="none"))
+@pytest.mark.parametrize("name", ["bi_level_gae", "turn_wise_gae"])
+def test_the_value_error_is_against_the_corrections_own_return(bench, name):
+    config = LearnerConfig(advantage=AdvantageConfig(name=name, importance_correction="none"))
     inputs = _advantage_inputs(bench.batch, bench.scores, config.reference)
     outputs = estimate_advantages(inputs, config.advantage)
+    assert outputs.value_mask.all() == (name == "bi_level_gae"), "turn_wise_gae has one target a turn"
     kept = torch.from_numpy(np.isin(bench.batch.segment_ids.numpy(), STALE)) & outputs.value_mask
     error = (bench.scores.values - outputs.value_targets)[kept].square().mean().sqrt()
     assert bench.correction(config)(STALE).value_error == pytest.approx(float(error), rel=1e-5)
-    assert bench.correction(DEFAULT)(STALE).value_error != pytest.approx(float(error), rel=1e-3)
+    corrected = LearnerConfig(advantage=AdvantageConfig(name=name))
+    assert bench.correction(corrected)(STALE).value_error != pytest.approx(float(error), rel=1e-3)
 
 
 def test_a_bucket_says_how_far_its_data_is(bench):
