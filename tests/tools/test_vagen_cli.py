@@ -88,7 +88,7 @@ def test_bench_lists_and_measures(make_run):
     [
         (
             ["bench", "nothing"],
-            "error: bench nothing: unknown; known are ablation, advantages, archive, buffer, engine, pipeline, staleness",
+            "bench nothing: unknown; known are ablation, advantages, archive, buffer, engine, pipeline, staleness",
         ),
         (["bench", "pipeline", "--option", "x"], "error: --option x: expected key=value"),
         (["bench", "pipeline", "--option", "x=1"], "error: --option x: unknown; known are"),
