@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vagen.tools.buffer_commands import AsJson, Redis, RunDir, RunName, locate
+from vagen.tools.buffer_commands import AsJson, Redis, RunDir, RunName, Shards, locate
 from vagen.tools.console import user_errors
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def save(
     run_dir: RunDir = None,
     redis: Redis = None,
     run: RunName = None,
+    shards: Shards = 1,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -51,20 +52,14 @@ def save(
     """
     with user_errors():
         from vagen.buffer.archive.operations import new_archive
-        from vagen.buffer.archive.snapshot import LiveBuffer
-        from vagen.buffer.connection import first_contact, make_client
-        from vagen.buffer.keys import Keys
+        from vagen.buffer.archive.snapshot import read_live
 
-        address = locate(run_dir, redis, run)
-        client = make_client(address.redis_url)
-        try:
-            first_contact(client, address.redis_url)
-            live = LiveBuffer(client, Keys(address.run_name))
-            with new_archive(out, force=force) as writer:
-                count = writer.write_part(_shown("saved", live.records(), len(live)))
-        finally:
-            client.close()
-    _report({"out": str(out), "trajectories": count, "gone_meanwhile": live.num_gone}, as_json)
+        live = read_live(locate(run_dir, redis, run, shards).connect())
+        with new_archive(out, force=force) as writer:
+            records = (record for shard in live for record in shard.records())
+            count = writer.write_part(_shown("saved", records, sum(map(len, live))))
+    gone = sum(shard.num_gone for shard in live)
+    _report({"out": str(out), "trajectories": count, "gone_meanwhile": gone}, as_json)
 
 
 def load(

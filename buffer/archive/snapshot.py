@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +14,7 @@ from vagen.buffer.keys import Key, Keys
 from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.common.wire import decode_trajectory
 
-__all__ = ["LiveBuffer"]
+__all__ = ["LiveBuffer", "read_live"]
 
 _CHUNK = 16
 
@@ -27,10 +28,14 @@ class _Claim(NamedTuple):
 class LiveBuffer:
     """One shard of a run's buffer, as of the moment at which this is made."""
 
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
-        """Raises one of `connection.TRANSIENT` when Redis is away."""
+    def __init__(self, client: redis.Redis, keys: Keys, earlier: Mapping[int, int] | None = None) -> None:
+        """`earlier` says how many trajectories the shards before this one give to each claimed step.
+
+        Raises one of `connection.TRANSIENT` when Redis is away.
+        """
         self._client = client
         self._keys = keys
+        self._earlier = earlier or {}
         self.num_gone = 0
         """Trajectories that were evicted or done before they could be read."""
         pipe: Any = client.pipeline(transaction=True)
@@ -41,6 +46,11 @@ class LiveBuffer:
         self._oldest_steps = {name.decode(): int(text.split(b":", 1)[0]) for name, text in live.items()}
         self._version_steps = {int(version): int(step) for version, step in versions.items()}
         self._claims = self._read_claims(sorted(int(step) for step in steps))
+
+    @property
+    def claimed(self) -> Counter[int]:
+        """Trajectories of each claimed step."""
+        return Counter(claim.step for claim in self._claims.values())
 
     def __len__(self) -> int:
         return len(self._oldest_steps)
@@ -87,5 +97,15 @@ class LiveBuffer:
             if sealed is None:
                 continue
             for position, entry in enumerate(msgspec.json.decode(sealed, type=Manifest).entries):
-                claims[entry.trajectory_id] = _Claim(step, position, entry)
+                claims[entry.trajectory_id] = _Claim(step, self._earlier.get(step, 0) + position, entry)
         return claims
+
+
+def read_live(shards: Sequence[tuple[redis.Redis, Keys]]) -> list[LiveBuffer]:
+    """All shards of a run, in order; the positions in a claimed step count over them, as in its global batch."""
+    earlier: Counter[int] = Counter()
+    found = []
+    for client, keys in shards:
+        found.append(LiveBuffer(client, keys, dict(earlier)))
+        earlier.update(found[-1].claimed)
+    return found

