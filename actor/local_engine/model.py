@@ -1,4 +1,4 @@
-"""transformers' Qwen2 or Qwen2.5-VL, run by a lean forward pass over its own parameters with a slot KV cache.
+"""transformers' Qwen2, Qwen3 or Qwen2.5-VL, run by a lean forward pass over its own parameters with a slot KV cache.
 
 Owns the parameters, the KV cache, and the two forward passes: `prefill` of whole prompts and `decode` of one token
 for every running slot. The formulas are those of transformers' modules; what is left out is their Python overhead,
@@ -22,30 +22,40 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from vagen.actor.local_engine.config import EngineConfig
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import VisionTokens
 from vagen.common.vision import BatchedVisionTower, Grid, ImageSpec
-from vagen.common.vocabulary import vision_tokens
+from vagen.common.vocabulary import read_model_json, vision_tokens
 
 __all__ = ["EngineModel"]
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KINDS: dict[str, Any] = {
+    "qwen2": Qwen2ForCausalLM,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3": Qwen3ForCausalLM,
+}
+"""transformers' class of each `model_type`."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Parameters of one decoder layer; `qkv` and `gate_up` are the tensors that transformers' parameters view."""
+    """Parameters of one decoder layer; `qkv`, `qk_norm` and `gate_up` are tensors that transformers' parameters view.
+
+    Qwen2 has biases, Qwen3 norms of queries and keys ([2, D]: the query's, the key's).
+    """
 
     norm1: Tensor
     norm2: Tensor
     qkv: Tensor
-    qkv_bias: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
     out: Tensor
     gate_up: Tensor
     down: Tensor
@@ -77,8 +87,9 @@ class EngineModel:
             self._visual = BatchedVisionTower(self.hf.model.visual)
         self._num_heads = int(text.num_attention_heads)
         self._num_kv_heads = int(text.num_key_value_heads)
-        self._head_dim = int(text.hidden_size) // self._num_heads
+        self._head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // self._num_heads)
         self._eps = float(text.rms_norm_eps)
+        self._norm_of_head = torch.tensor([0] * self._num_heads + [1] * self._num_kv_heads, device=self.device)
         self._layers = [_fuse(layer) for layer in self._text.layers]
         self._make_rope_table()
         shape = (len(self._layers), 2, config.max_running, self.max_context, self._num_kv_heads, self._head_dim)
@@ -173,6 +184,8 @@ class EngineModel:
         normed = F.rms_norm(x, (x.shape[-1],), layer.norm1, self._eps)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, self._head_dim)
         query_key = qkv[:, : self._num_heads + self._num_kv_heads]
+        if layer.qk_norm is not None:
+            query_key = F.rms_norm(query_key, (self._head_dim,), eps=self._eps) * layer.qk_norm[self._norm_of_head]
         rotated = torch.addcmul(query_key * cos, query_key.roll(self._head_dim // 2, -1), sin)
         return rotated, qkv[:, self._num_heads + self._num_kv_heads :]
 
@@ -207,12 +220,11 @@ class EngineModel:
 def _load(model_dir: Path, dtype: torch.dtype) -> Any:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir}: expected a model folder with a config.json")
-    kinds = {"qwen2_5_vl": Qwen2_5_VLForConditionalGeneration, "qwen2": Qwen2ForCausalLM}
-    model_type = AutoConfig.from_pretrained(model_dir).model_type
-    if model_type not in kinds:
-        raise ConfigError(f"{model_dir}: the local engine runs {', '.join(kinds)}, got model type {model_type}")
+    model_type = read_model_json(model_dir / "config.json").get("model_type")
+    if model_type not in _KINDS:
+        raise ConfigError(f"{model_dir}: the local engine runs {', '.join(_KINDS)}, got model type {model_type}")
     disable_progress_bar()
-    model, report = kinds[model_type].from_pretrained(model_dir, dtype=dtype, output_loading_info=True)
+    model, report = _KINDS[model_type].from_pretrained(model_dir, dtype=dtype, output_loading_info=True)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(f"{model_dir}: the weights lack {len(missing)} parameters, first {missing[0]}")
@@ -225,6 +237,8 @@ def _check_supported(text: Any) -> None:
         raise ConfigError(f"local engine: rope type must be default, got {rope}")
     if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
         raise ConfigError("local engine: sliding-window attention is not supported; use SGLang")
+    if getattr(text, "attention_bias", False):
+        raise ConfigError("local engine: attention_bias is not supported; use SGLang")
     if text.hidden_act != "silu":
         raise ConfigError(f"local engine: hidden_act must be silu, got {text.hidden_act}")
 
@@ -240,11 +254,13 @@ def _eos_token_ids(hf: Any) -> tuple[int, ...]:
 def _fuse(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else []
     return _Layer(
         norm1=layer.input_layernorm.weight,
         norm2=layer.post_attention_layernorm.weight,
         qkv=_share([p.weight for p in projections]),
-        qkv_bias=_share([p.bias for p in projections]),
+        qkv_bias=None if attention.q_proj.bias is None else _share([p.bias for p in projections]),
+        qk_norm=_share(norms).unflatten(0, (2, -1)) if norms else None,
         out=attention.o_proj.weight,
         gate_up=_share([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down=mlp.down_proj.weight,

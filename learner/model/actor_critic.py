@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from vagen.common.errors import CheckpointError, ConfigError, TrajectoryError
+from vagen.common.errors import CheckpointError, TrajectoryError
 from vagen.common.vision import BatchedVisionTower
+from vagen.common.vocabulary import read_model_json
 from vagen.learner.losses.two_hot import bin_centres, expectation
 from vagen.learner.model.attention import SegmentedSeqParams
 from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
@@ -172,8 +173,8 @@ class VisionLanguageActorCritic(MegatronModule):
         Raises ConfigError for an unsupported model, CheckpointError for weights that do not fit it.
         """
         source = Path(model_dir)
-        if not (source / "config.json").is_file():
-            raise ConfigError(f"{source / 'config.json'}: no such file")
+        # Before transformers reads it, which has a sentence of its own for model types that it does not know.
+        family_of(str(read_model_json(source / "config.json").get("model_type")))
         model = cls(AutoConfig.from_pretrained(source), options or ModelOptions(), source)
         state = {model.family.hf_name(name): tensor for name, tensor in read_weights(source).items()}
         load_decoder(model.language_model, model._rules, state)

@@ -153,6 +153,12 @@ class Lab:
     inputs = staticmethod(tiny.model_inputs)
 
     @staticmethod
+    def build(family: str, folder: Path) -> Any:
+        """transformers' tiny model of a family, saved in `folder`."""
+        builders = {"qwen2": tiny.build_text_model, "qwen2_5_vl": tiny.build_model, "qwen3": tiny.build_qwen3}
+        return builders[family](folder)
+
+    @staticmethod
     def image_prompt(*text: int) -> list[int]:
         """A prompt with one image."""
         return [10, 20, tiny.VISION_START, tiny.IMAGE, tiny.VISION_END, *text]

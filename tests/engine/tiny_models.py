@@ -21,6 +21,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from vagen.common.vision import ImageSpec, preprocess_image
@@ -89,6 +91,12 @@ def build_text_model(folder: Path) -> Qwen2ForCausalLM:
     return save(Qwen2ForCausalLM(Qwen2Config(**text_settings(), tie_word_embeddings=False)), folder)
 
 
+def build_qwen3(folder: Path) -> Qwen3ForCausalLM:
+    """A tiny text model whose heads are wider than its hidden state."""
+    torch.manual_seed(2)
+    return save(Qwen3ForCausalLM(Qwen3Config(**text_settings(), head_dim=32, tie_word_embeddings=True)), folder)
+
+
 def save(model: PreTrainedModel, folder: Path) -> Any:
     """Write a model and its tokenizer, with random biases and norms, which transformers would leave 0 and 1."""
     model = model.float().eval()
@@ -112,8 +120,12 @@ def save(model: PreTrainedModel, folder: Path) -> Any:
 
 def forbidden_of(model: PreTrainedModel) -> tuple[int, ...]:
     """Tokens that only a template may place."""
-    is_text = isinstance(model, Qwen2ForCausalLM)
-    return () if is_text else (IMAGE, VIDEO, VISION_START, VISION_END)
+    return () if is_text(model) else (IMAGE, VIDEO, VISION_START, VISION_END)
+
+
+def is_text(model: PreTrainedModel) -> bool:
+    """Whether it has no vision tower."""
+    return not hasattr(model.config, "vision_config")
 
 
 def make_png(seed: int, width: int = 56, height: int = 56) -> bytes:
@@ -161,7 +173,7 @@ def gather_logprobs(
 def model_inputs(
     model: PreTrainedModel, ids: Sequence[int], images: Sequence[bytes], output: Sequence[int]
 ) -> dict[str, Any]:
-    if isinstance(model, Qwen2ForCausalLM):
+    if is_text(model):
         return {"input_ids": torch.tensor([[*ids, *output]])}
     spec = ImageSpec(max_pixels=56 * 56 * 8)
     decoded = [preprocess_image(image, spec) for image in images]

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from vagen.common.vision import Grid, ImageSpec, mrope_positions
 from vagen.learner.model import parallel
@@ -82,26 +89,40 @@ def save_vl(tmp_path: Path) -> SaveModel:
     return build
 
 
+def _save_text(model_class: Any, config_class: Any, directory: Path, **changes: Any) -> tuple[Any, Path]:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    model = _randomise(model_class(config_class(**options | changes)))
+    model.save_pretrained(directory)
+    return model, directory
+
+
 @pytest.fixture
 def save_qwen2(tmp_path: Path) -> SaveModel:
     """Qwen2 text model: returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, **changes: Any) -> tuple[Any, Path]:
-        torch.manual_seed(0)
-        options: dict[str, Any] = {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": tied,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        }
-        model = _randomise(Qwen2ForCausalLM(Qwen2Config(**options | changes)))
-        model.save_pretrained(tmp_path / "qwen2")
-        return model, tmp_path / "qwen2"
+        return _save_text(Qwen2ForCausalLM, Qwen2Config, tmp_path / "qwen2", tie_word_embeddings=tied, **changes)
+
+    return build
+
+
+@pytest.fixture
+def save_qwen3(tmp_path: Path) -> SaveModel:
+    """Qwen3 text model whose heads are wider than its hidden state: returns (transformers model, its directory)."""
+
+    def build(*, tied: bool = False, **changes: Any) -> tuple[Any, Path]:
+        options = {"head_dim": 32, "tie_word_embeddings": tied} | changes
+        return _save_text(Qwen3ForCausalLM, Qwen3Config, tmp_path / "qwen3", **options)
 
     return build
 

@@ -107,19 +107,47 @@ def test_vision_language_outputs_and_gradients(
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=atol)
 
 
-def test_text_outputs_and_gradients(save_qwen2: Any, pack: Pack) -> None:
-    hf, directory = save_qwen2()
+TEXT_ROWS: list[tuple[list[int], list[Any]]] = [
+    (list(range(3, 30)), []),
+    (list(range(100, 109)), []),
+    (list(range(50, 99)), []),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_text_outputs_and_gradients(request: pytest.FixtureRequest, pack: Pack, family: str, tied: bool) -> None:
+    hf, directory = request.getfixturevalue(f"save_{family}")(tied=tied)
     model = _load(directory)
-    batch = pack([(list(range(3, 30)), []), (list(range(100, 109)), []), (list(range(50, 99)), [])])
+    batch = pack(TEXT_ROWS)
     got, want = model(batch), _reference(hf, batch, model.value_head)
     _assert_same(got, want)
     _loss(got).backward()
     _loss(want).backward()
     gradients = _gradients(model)
     for name, parameter in hf.named_parameters():
-        assert parameter.grad is not None
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
         atol = 2e-5 * float(parameter.grad.abs().max())
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=atol)
+
+
+def test_text_parity_notices_a_wrong_mapping(save_qwen3: Any, pack: Pack) -> None:
+    hf, directory = save_qwen3()
+    model, batch = _load(directory), pack(TEXT_ROWS)
+    want = _reference(hf, batch, model.value_head)
+    attention = model.language_model.decoder.layers[0].self_attention
+    parts = [hf.state_dict()[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]
+    for tensor, wrong in (
+        (attention.q_layernorm.weight, attention.k_layernorm.weight),
+        (attention.k_layernorm.weight, torch.ones(32)),
+        (attention.linear_qkv.weight, torch.cat(parts)),
+    ):
+        right = tensor.detach().clone()
+        with torch.no_grad():
+            tensor.copy_(wrong)
+            assert (model(batch).logprobs - want.logprobs).abs().max() > 1e-3
+            tensor.copy_(right)
+    _assert_same(model(batch), want)
 
 
 def test_text_and_images_in_one_pack_equal_rows_alone(save_vl: Any, vl_rows: Any, pack: Pack) -> None:

@@ -10,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from vagen.common.errors import CheckpointError, ConfigError
 from vagen.common.vision import ImageSpec
 from vagen.learner.config import ModelConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.tiny import save_tiny_model
+
+FAMILIES = ["qwen2", "vl", "qwen3"]
+"""Fixtures `save_*` of tiny models."""
 
 
 def _assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -26,10 +29,10 @@ def _assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_round_trip_is_exact(save_vl: Any, save_qwen2: Any, tied: bool) -> None:
-    for save in (save_vl, save_qwen2):
-        hf, directory = save(tied=tied)
-        _assert_equal(VisionLanguageActorCritic.load_hf(directory).export_hf_state(), hf.state_dict())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_is_exact(request: pytest.FixtureRequest, family: str, tied: bool) -> None:
+    hf, directory = request.getfixturevalue(f"save_{family}")(tied=tied)
+    _assert_equal(VisionLanguageActorCritic.load_hf(directory).export_hf_state(), hf.state_dict())
 
 
 def test_both_name_styles_and_sharded_files_load(save_vl: Any) -> None:
@@ -48,8 +51,9 @@ def test_both_name_styles_and_sharded_files_load(save_vl: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_engine_names(save_vl: Any, tied: bool) -> None:
-    hf, directory = save_vl(tied=tied)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_names(request: pytest.FixtureRequest, family: str, tied: bool) -> None:
+    hf, directory = request.getfixturevalue(f"save_{family}")(tied=tied)
     model = VisionLanguageActorCritic.load_hf(directory)
     named = model.engine_named_tensors()
     # What SGLang lists for this model: transformers' parameters under the hub's names, a tied head not repeated.
@@ -88,10 +92,11 @@ def test_saved_directory_is_complete(save_vl: Any, tmp_path: Path, tied: bool) -
         model.save_hf(tmp_path / "saved")
 
 
-def test_text_model_saves_what_transformers_loads(save_qwen2: Any, tmp_path: Path) -> None:
-    hf, directory = save_qwen2(tied=True)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_text_model_saves_what_transformers_loads(request: pytest.FixtureRequest, tmp_path: Path, family: str) -> None:
+    hf, directory = request.getfixturevalue(f"save_{family}")(tied=True)
     VisionLanguageActorCritic.load_hf(directory).save_hf(tmp_path / "saved")
-    _assert_equal(Qwen2ForCausalLM.from_pretrained(tmp_path / "saved").state_dict(), hf.state_dict())
+    _assert_equal(type(hf).from_pretrained(tmp_path / "saved").state_dict(), hf.state_dict())
 
 
 def test_weights_that_do_not_fit_are_refused(save_vl: Any) -> None:
@@ -116,7 +121,8 @@ def test_unsupported_models_are_refused(save_qwen2: Any, tmp_path: Path) -> None
     _, directory = save_qwen2()
     config = json.loads((directory / "config.json").read_text())
     for change, message in (
-        ({"model_type": "gpt2"}, "gpt2.*supported: qwen2, qwen2_5_vl"),
+        ({"model_type": "no_such_model"}, "no_such_model.*supported: qwen2, "),
+        ({"model_type": "gpt2"}, "gpt2.*supported: qwen2, qwen2_5_vl, qwen3"),
         (
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
             "sliding-window",

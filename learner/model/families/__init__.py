@@ -9,14 +9,15 @@ from vagen.common.errors import ConfigError
 from vagen.learner.model.families.base import Layout, ModelFamily, WeightRule
 from vagen.learner.model.families.qwen2 import QWEN2
 from vagen.learner.model.families.qwen2_5_vl import QWEN2_5_VL
+from vagen.learner.model.families.qwen3 import QWEN3
 
 __all__ = ["Layout", "ModelFamily", "WeightRule", "family_of"]
 
-_FAMILIES = {family.model_type: family for family in (QWEN2, QWEN2_5_VL)}
+_FAMILIES = {family.model_type: family for family in (QWEN2, QWEN2_5_VL, QWEN3)}
 
 
 def family_of(model_type: str) -> ModelFamily:
-    """The family of a `model_type`. Raises ConfigError with the known ones."""
+    """The family of a `model_type`. Raises ConfigError that lists the supported ones."""
     family = _FAMILIES.get(model_type)
     if family is None:
         raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(_FAMILIES))}")
