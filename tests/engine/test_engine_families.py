@@ -28,7 +28,7 @@ def test_logits_of_a_text_model_are_those_of_transformers(lab, tmp_path, family)
     engine = EngineModel(tmp_path, EngineConfig(max_running=4, max_context=64))
     ids, lengths = padded(TEXTS)
     rows = [list(row) for row in TEXTS]
-    positions = np.broadcast_to(np.arange(ids.shape[1]), (3, *ids.shape))
+    positions = np.broadcast_to(np.arange(ids.shape[1]), (3, *ids.shape)).copy()
     logits = engine.prefill(0, ids, positions, lengths, [])
     for _ in range(NUM_TOKENS):
         for got, row in zip(logits, rows, strict=True):
@@ -48,5 +48,6 @@ def test_weights_written_into_parameters_reach_the_forward_pass(lab, tmp_path):
         parameter.add_(0.05 * torch.randn_like(parameter))
         written.data.copy_(parameter)
     ids, lengths = padded(TEXTS[:1])
-    logits = engine.prefill(0, ids, np.broadcast_to(np.arange(ids.shape[1]), (3, *ids.shape)), lengths, [])
+    positions = np.broadcast_to(np.arange(ids.shape[1]), (3, *ids.shape)).copy()
+    logits = engine.prefill(0, ids, positions, lengths, [])
     torch.testing.assert_close(logits[0], hf(torch.tensor(TEXTS[:1])).logits[0, -1], rtol=1e-4, atol=2e-5)
