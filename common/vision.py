@@ -1,8 +1,9 @@
-"""Pictures as a Qwen2.5-VL model sees them: pixels to patches, patches to features, positions of image tokens.
+"""Pictures as a Qwen-VL model sees them: pixels to patches, patches to features, positions of image tokens.
 
 Owns what the local engine and the learner must compute identically: the image processor (equal to transformers'
 `Qwen2VLImageProcessorPil`, without torchvision), one batched forward of transformers' vision module, and M-RoPE
-positions. Does not own parameters (they stay in the module it wraps), placeholders in prompts, or devices.
+positions. Does not own Qwen3-VL's vision module (`vagen.common.deepstack` does), parameters (they stay in the module
+it wraps), placeholders in prompts, or devices.
 
 Legend: N images, P patches of all images, D values of a patch (channels * temporal_patch_size * patch_size^2),
 M merged features of all images (P / merge_size^2), H width of the language model, T tokens of a row.
@@ -31,7 +32,7 @@ from transformers.vision_utils import get_vision_position_ids, get_vision_window
 from vagen.common.errors import ConfigError, ObservationError
 from vagen.common.grids import ImageGeometry, smart_resize
 
-__all__ = ["BatchedVisionTower", "Grid", "ImageSpec", "mrope_positions", "preprocess_image"]
+__all__ = ["BatchedVisionTower", "Grid", "GridPlan", "ImageSpec", "mrope_axes", "mrope_positions", "preprocess_image"]
 
 Grid = tuple[int, int, int]
 """Patches of one image along (time, height, width), before merging."""
@@ -176,8 +177,22 @@ def mrope_positions(
     return positions
 
 
-@dataclass(frozen=True)
-class _GridPlan:
+def mrope_axes(sections: Sequence[int], *, interleaved: bool) -> NDArray[np.int64]:
+    """[D / 2]: which of the axes time (0), height (1) and width (2) turns each component of half a head.
+
+    `sections` counts the components of each axis. They lie one axis after the other (Qwen2.5-VL), or interleaved
+    (Qwen3-VL): 0, 1, 2, 0, 1, 2 ... while height and width have components left, then time.
+    """
+    if not interleaved:
+        return np.repeat(np.arange(len(sections), dtype=np.int64), sections)
+    axes = np.zeros(sum(sections), np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridPlan:
     """What depends on the grid of an image alone; Q = its patches, in window order where the tower has windows.
 
     cos, sin float32 [Q, 1, head_dim]; order, reverse int64 [Q / merge_unit] or None without windows;
@@ -203,14 +218,18 @@ class BatchedVisionTower:
     whoever owns the wrapped module saves and moves it.
     """
 
+    module_type: type[nn.Module] = Qwen2_5_VisionTransformerPretrainedModel
+    num_deepstack = 0
+    """K: so many times H more features for each token."""
+
     def __init__(self, visual: nn.Module) -> None:
-        if not isinstance(visual, Qwen2_5_VisionTransformerPretrainedModel):
-            raise ConfigError(f"vision tower must be Qwen2.5-VL's, got {type(visual).__name__}")
-        self._visual = visual
-        self._merge_size = int(visual.spatial_merge_size)
+        if not isinstance(visual, self.module_type):
+            raise ConfigError(f"vision tower must be a {self.module_type.__name__}, got {type(visual).__name__}")
+        self._visual: Any = visual
+        self._merge_size = int(self._visual.spatial_merge_size)
         self._merge_unit = self._merge_size**2
-        self._full_attention = [i in visual.fullatt_block_indexes for i in range(len(visual.blocks))]
-        self._plans: dict[tuple[Grid, torch.device], _GridPlan] = {}
+        self._full_attention = self._attention_kinds()
+        self._plans: dict[tuple[Grid, torch.device], GridPlan] = {}
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Features [M, H] of patches [P, D], both image after image in the order of `grids`.
@@ -231,10 +250,14 @@ class BatchedVisionTower:
                 features[i] = image
         return torch.cat([image for image in features if image is not None])
 
+    def _attention_kinds(self) -> list[bool]:
+        """By block: whether a frame attends to all of itself, else in windows."""
+        return [i in self._visual.fullatt_block_indexes for i in range(len(self._visual.blocks))]
+
     def _forward(self, patches: Tensor, grid: Grid) -> Tensor:
         """[n, Q, D] of one grid -> [n, Q / merge_unit, H]."""
         plan = self._plan(grid, patches.device)
-        visual: Any = self._visual
+        visual = self._visual
         weight = visual.patch_embed.proj.weight
         x = F.linear(patches.to(weight.dtype), weight.flatten(1))
         if plan.order is not None:
@@ -245,7 +268,7 @@ class BatchedVisionTower:
         merged = visual.merger.mlp(visual.merger.ln_q(x).unflatten(1, (-1, self._merge_unit)).flatten(2))
         return merged if plan.reverse is None else merged[:, plan.reverse]
 
-    def _attention(self, module: Any, x: Tensor, plan: _GridPlan, full: bool) -> Tensor:
+    def _attention(self, module: Any, x: Tensor, plan: GridPlan, full: bool) -> Tensor:
         n, length, width = x.shape
         qkv = module.qkv(x).view(n, length, 3, module.num_heads, -1)
         rotated = _rotate(qkv[:, :, :2].float(), plan.cos, plan.sin).to(qkv.dtype)
@@ -262,15 +285,15 @@ class BatchedVisionTower:
         out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
         return module.proj(out.reshape(n, length, width))
 
-    def _plan(self, grid: Grid, device: torch.device) -> _GridPlan:
+    def _plan(self, grid: Grid, device: torch.device) -> GridPlan:
         plan = self._plans.get((grid, device))
         if plan is None:
             plan = self._plans[grid, device] = self._make_plan(grid, device)
         return plan
 
     @torch.no_grad()
-    def _make_plan(self, grid: Grid, device: torch.device) -> _GridPlan:
-        visual: Any = self._visual
+    def _make_plan(self, grid: Grid, device: torch.device) -> GridPlan:
+        visual = self._visual
         thw = torch.tensor([grid])
         positions = get_vision_position_ids(thw, self._merge_size, kwargs={}).to(device)
         cos, sin = visual.rotary_pos_emb(torch.zeros(1, device=device), positions)
@@ -289,7 +312,9 @@ class BatchedVisionTower:
             cos, sin = (t.unflatten(0, (-1, self._merge_unit))[order].flatten(0, 1) for t in (cos, sin))
         # Two axes for (query or key, head).
         cos, sin = (t[:, None, None].float().contiguous() for t in (cos, sin))
-        return _GridPlan(grid[0], cos, sin, order, reverse, windows, mask, slot)
+        return GridPlan(
+            frames=grid[0], cos=cos, sin=sin, order=order, reverse=reverse, windows=windows, mask=mask, slot=slot
+        )
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

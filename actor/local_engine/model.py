@@ -1,4 +1,4 @@
-"""transformers' Qwen2, Qwen3 or Qwen2.5-VL, run by a lean forward pass over its own parameters with a slot KV cache.
+"""transformers' Qwen models, run by a lean forward pass over their own parameters with a slot KV cache.
 
 Owns the parameters, the KV cache, and the two forward passes: `prefill` of whole prompts and `decode` of one token
 for every running slot. The formulas are those of transformers' modules; what is left out is their Python overhead,
@@ -22,13 +22,19 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3VLForConditionalGeneration,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from vagen.actor.local_engine.config import EngineConfig
+from vagen.common.deepstack import vision_tower
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import VisionTokens
-from vagen.common.vision import BatchedVisionTower, Grid, ImageSpec
+from vagen.common.vision import Grid, ImageSpec, mrope_axes
 from vagen.common.vocabulary import read_model_json, vision_tokens
 
 __all__ = ["EngineModel"]
@@ -40,6 +46,7 @@ _KINDS: dict[str, Any] = {
     "qwen2": Qwen2ForCausalLM,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
     "qwen3": Qwen3ForCausalLM,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
 }
 """transformers' class of each `model_type`."""
 
@@ -69,7 +76,7 @@ class EngineModel:
         self.device = torch.device(config.device)
         self.dtype = _DTYPES[config.dtype]
         self.hf = _load(model_dir, self.dtype).to(self.device).eval().requires_grad_(False)
-        is_vl = isinstance(self.hf, Qwen2_5_VLForConditionalGeneration)
+        is_vl = hasattr(self.hf.model, "visual")
         self._text: Any = self.hf.model.language_model if is_vl else self.hf.model
         text = self._text.config
         _check_supported(text)
@@ -84,7 +91,7 @@ class EngineModel:
             self.vision_tokens = vision_tokens(model_dir)
             self.video_token_id = int(self.hf.config.video_token_id)
             self.image_spec = ImageSpec.load(model_dir)
-            self._visual = BatchedVisionTower(self.hf.model.visual)
+            self._visual = vision_tower(self.hf.model.visual)
         self._num_heads = int(text.num_attention_heads)
         self._num_kv_heads = int(text.num_key_value_heads)
         self._head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // self._num_heads)
@@ -103,7 +110,10 @@ class EngineModel:
         return sum(p.numel() for p in self.hf.parameters())
 
     def image_features(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-        """Features [M_i, H] of each image, from its patches float32 [P_i, D_patch]."""
+        """Features [M_i, (1 + K) * H] of each image, from its patches float32 [P_i, D_patch].
+
+        Of K inner vision blocks too where the family has DeepStack.
+        """
         assert self.image_spec is not None
         features = self._visual(torch.cat(tuple(patches)).to(self.device), grids)
         return list(features.split([self.image_spec.num_tokens(grid) for grid in grids]))
@@ -124,10 +134,7 @@ class EngineModel:
         n, length = ids.shape
         flat_ids = torch.from_numpy(ids.reshape(-1)).to(self.device)
         x = F.embedding(flat_ids, self._text.embed_tokens.weight)
-        if features:
-            assert self.vision_tokens is not None
-            where = torch.from_numpy(np.flatnonzero(ids == self.vision_tokens.image_token_id)).to(self.device)
-            x.index_copy_(0, where, torch.cat(tuple(features)))
+        where, inner = self._place_images(x, ids, features)
         cos, sin = self._rotation(torch.from_numpy(positions.reshape(3, -1)).to(self.device))
         group = self._num_heads // self._num_kv_heads
         for index, layer in enumerate(self._layers):
@@ -144,6 +151,8 @@ class EngineModel:
                 is_causal=True,
             )
             x = self._finish_layer(layer, x, attended.transpose(1, 2).reshape(n * length, -1))
+            if index < len(inner):
+                x.index_add_(0, where, inner[index])
         last = torch.from_numpy(np.arange(n) * length + lengths - 1).to(self.device)
         return self._head(x[last])
 
@@ -179,6 +188,18 @@ class EngineModel:
         """Copy the first `length` tokens of one slot over those of another."""
         self._cache[:, :, target, :length] = self._cache[:, :, source, :length]
 
+    def _place_images(
+        self, x: Tensor, ids: NDArray[np.int64], features: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Write features over the embeddings of placeholders; returns where, and what the first layers add there."""
+        if not features:
+            return self._arange[:0], ()
+        assert self.vision_tokens is not None
+        where = torch.from_numpy(np.flatnonzero(ids == self.vision_tokens.image_token_id)).to(self.device)
+        first, *inner = torch.cat(tuple(features)).split(x.shape[-1], -1)
+        x.index_copy_(0, where, first)
+        return where, inner
+
     def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys [N, heads + kv_heads, D], values [N, kv_heads, D] of N tokens [N, H]."""
         normed = F.rms_norm(x, (x.shape[-1],), layer.norm1, self._eps)
@@ -206,7 +227,9 @@ class EngineModel:
         self._cos = torch.cat((cos, cos), -1).to(self.dtype)
         self._sin = torch.cat((-sin, sin), -1).to(self.dtype)
         sections = self._text.config.rope_parameters.get("mrope_section") or [len(frequencies)]
-        axis = torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+        # Qwen3-VL always interleaves, whatever `mrope_interleaved` says.
+        interleaved = isinstance(self.hf, Qwen3VLForConditionalGeneration)
+        axis = torch.from_numpy(mrope_axes(sections, interleaved=interleaved))
         self._axis = torch.cat((axis, axis)).to(self.device)
         """[D]: which of the three position axes turns this component."""
         self._component = torch.arange(self._head_dim, device=self.device)

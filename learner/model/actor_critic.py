@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
+from vagen.common.deepstack import vision_tower
 from vagen.common.errors import CheckpointError, TrajectoryError
 from vagen.common.vision import BatchedVisionTower
 from vagen.common.vocabulary import read_model_json
@@ -33,6 +32,7 @@ from vagen.learner.losses.two_hot import bin_centres, expectation
 from vagen.learner.model.attention import SegmentedSeqParams
 from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
 from vagen.learner.model.cpu_compat import compute_device
+from vagen.learner.model.deepstack import DeepstackSeqParams
 from vagen.learner.model.families import family_of
 from vagen.learner.model.files import VALUE_HEAD_FILE, WEIGHTS_FILE, atomic_directory, copy_companions, read_weights
 from vagen.learner.model.gpt import ModelOptions, build_gpt
@@ -61,9 +61,9 @@ class VisionLanguageActorCritic(MegatronModule):
         self.visual: nn.Module | None = None
         self._tower: BatchedVisionTower | None = None
         if self.family.vision_prefix is not None:
-            self.visual = Qwen2_5_VisionTransformerPretrainedModel._from_config(hf_config.vision_config)
+            self.visual = self.family.vision_class._from_config(hf_config.vision_config)
             self.visual.to(options.dtype).requires_grad_(not options.freeze_vision)
-            self._tower = BatchedVisionTower(self.visual)
+            self._tower = vision_tower(self.visual)
         # In the dtype of the rest (see build_gpt); its master copy and its product are float32.
         self.value_head = nn.Linear(self.config.hidden_size, options.value_bins or 1, dtype=options.dtype)
         nn.init.zeros_(self.value_head.weight)
@@ -118,35 +118,38 @@ class VisionLanguageActorCritic(MegatronModule):
         """Hidden states behind the final norm of the tokens before the scored ones, [N, hidden_size]."""
         gpt = self.language_model
         embeddings = gpt.embedding(input_ids=batch.token_ids[None], position_ids=None)
-        embeddings = self._with_images(embeddings, batch)
+        embeddings, image_rows, deepstack = self._with_images(embeddings, batch)
         angles = gpt.rotary_pos_emb(batch.position_ids[:, None], gpt.mrope_section)
         rows = batch.score_positions - 1
         if self._transformer_engine:
-            longest = int(batch.cu_seqlens.diff().max())
-            params = PackedSeqParams("thd", batch.cu_seqlens, batch.cu_seqlens, None, None, longest, longest)
-            hidden = gpt.decoder(embeddings, None, rotary_pos_emb=angles, packed_seq_params=params)
+            longest, bounds = int(batch.cu_seqlens.diff().max()), batch.cu_seqlens
+            params = DeepstackSeqParams("thd", bounds, bounds, None, None, longest, longest, image_rows=image_rows)
+            hidden = gpt.decoder(embeddings, None, context=deepstack, rotary_pos_emb=angles, packed_seq_params=params)
             return hidden[rows, 0]
-        params = SegmentedSeqParams.build(batch.cu_seqlens, angles, rows, embeddings.dtype)
-        return gpt.decoder(embeddings, None, packed_seq_params=params)[:, 0]
+        segments = SegmentedSeqParams.build(batch.cu_seqlens, angles, rows, embeddings.dtype, image_rows)
+        return gpt.decoder(embeddings, None, context=deepstack, packed_seq_params=segments)[:, 0]
 
-    def _with_images(self, embeddings: Tensor, batch: PackedBatch) -> Tensor:
-        """[T, 1, hidden_size] with image features at the placeholders."""
+    def _with_images(self, embeddings: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """[T, 1, hidden_size] with image features at the placeholders; the placeholders int64 [M]; and the features
+        [K, M, hidden_size] that the first K layers add there, where the family has any."""
         if self.visual is None:
             if batch.images is not None:
                 raise TrajectoryError("images", f"model_type {self.family.model_type!r} reads no images")
-            return embeddings
+            return embeddings, None, None
         where = (batch.token_ids == self.hf_config.image_token_id).nonzero()[:, 0]
         if batch.images is None:
             if len(where):
                 raise TrajectoryError("images", f"{len(where)} image placeholders without images")
-            return embeddings
+            return embeddings, None, None
         features = self._image_features(batch.images)
         if len(features) != len(where):
             raise TrajectoryError("images", f"{len(where)} image placeholders, but images of {len(features)} tokens")
-        return embeddings.index_copy(0, where, features[:, None].to(embeddings.dtype))
+        first, *inner = features.to(embeddings.dtype).split(embeddings.size(-1), -1)
+        embeddings = embeddings.index_copy(0, where, first[:, None])
+        return embeddings, where, torch.stack(inner) if inner else None
 
     def _image_features(self, images: ImageBatch) -> Tensor:
-        """Features of each placeholder run in order, [tokens, hidden_size]; each image is encoded once."""
+        """Features of each placeholder run in order, [tokens, (1 + K) * hidden_size]; each image is encoded once."""
         assert self._tower is not None
         grids = [(int(t), int(h), int(w)) for t, h, w in images.grids.tolist()]
         features = self._tower(images.patches, grids)
@@ -237,13 +240,16 @@ class VisionLanguageActorCritic(MegatronModule):
         A tied head is the embedding itself in SGLang (one parameter, listed once), so it is left out unless
         `include_tied_head`. Collective over tensor-parallel ranks; every rank gets the whole.
         """
-        named = [
-            (self.family.disk_name(name), tensor.detach().clone(memory_format=torch.contiguous_format))
-            for name, tensor in self._named_tensors()
-        ]
+        named = self._copies(self.family.engine_name)
         if self.tied and include_tied_head:
             named.append(("lm_head.weight", dict(named)["model.embed_tokens.weight"].clone()))
         return named
+
+    def _copies(self, rename: Callable[[str], str]) -> list[tuple[str, Tensor]]:
+        return [
+            (rename(name), tensor.detach().clone(memory_format=torch.contiguous_format))
+            for name, tensor in self._named_tensors()
+        ]
 
     def save_hf(self, model_dir: str | Path) -> None:
         """Write a complete model directory that `load_hf`, transformers and SGLang read; it appears atomically.
@@ -252,7 +258,7 @@ class VisionLanguageActorCritic(MegatronModule):
         Raises CheckpointError where `model_dir` exists.
         """
         with atomic_directory(Path(model_dir)) as target:
-            state = {name: tensor.cpu() for name, tensor in self.engine_named_tensors()}
+            state = {name: tensor.cpu() for name, tensor in self._copies(self.family.disk_name)}
             if torch.distributed.get_rank() == 0:
                 copy_companions(self.source_dir, target)
                 save_file(state, target / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -23,6 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from vagen.learner.model.deepstack import add_deepstack
+
 __all__ = ["SegmentPlan", "SegmentedLayer", "SegmentedSDPAttention", "SegmentedSeqParams"]
 
 _MAX_PADDING = 16
@@ -79,20 +81,30 @@ class SegmentedSeqParams(PackedSeqParams):
     """What all layers share about one pack.
 
     `cos` and `sin` [T, 1, 1, d / 2] are the rotation of each token (megatron's own application loops over segments in
-    Python); `rows` int64 [N] are the tokens whose final hidden state is read.
+    Python); `rows` int64 [N] are the tokens whose final hidden state is read; `image_rows` int64 [M] are the image
+    placeholders where features of inner vision blocks are added (see `deepstack.py`).
     """
 
     plan: SegmentPlan | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     rows: Tensor | None = None
+    image_rows: Tensor | None = None
 
     @classmethod
-    def build(cls, cu_seqlens: Tensor, angles: Tensor, rows: Tensor, dtype: torch.dtype) -> SegmentedSeqParams:
+    def build(
+        cls,
+        cu_seqlens: Tensor,
+        angles: Tensor,
+        rows: Tensor,
+        dtype: torch.dtype,
+        image_rows: Tensor | None = None,
+    ) -> SegmentedSeqParams:
         """cu_seqlens int32 [S + 1]; angles float32 [T, 1, 1, d], megatron's rotary embedding; `dtype` of queries."""
         half = angles[..., : angles.size(-1) // 2]
         plan = SegmentPlan.build(cu_seqlens.diff().tolist(), cu_seqlens.device)
-        return cls(plan=plan, cos=half.cos().to(dtype), sin=half.sin().to(dtype), rows=rows)
+        cos, sin = half.cos().to(dtype), half.sin().to(dtype)
+        return cls(plan=plan, cos=cos, sin=sin, rows=rows, image_rows=image_rows)
 
 
 class SegmentedLayer(TransformerLayer):
@@ -101,11 +113,11 @@ class SegmentedLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As `TransformerLayer.forward`; the last layer returns [N, 1, hidden_size]."""
-        hidden_states, context = self._forward_attention(*args, **kwargs)
+        hidden_states, _ = self._forward_attention(*args, **kwargs)
         params = kwargs["packed_seq_params"]
         if self.layer_number == self.config.num_layers:
             hidden_states = hidden_states.index_select(0, params.rows)
-        return self._forward_mlp(hidden_states), context
+        return add_deepstack(self._forward_mlp(hidden_states), kwargs.get("context"), params, self.layer_number)
 
 
 class SegmentedSDPAttention(MegatronModule):

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vagen.common.errors import ConfigError
 from vagen.learner.model.families.base import ModelFamily, refuse_unsupported, rotary_base
+from vagen.learner.model.rotary import InterleavedRotaryEmbedding
 from vagen.learner.model.spec import decoder_layer_spec, uses_transformer_engine
 
 __all__ = ["ModelOptions", "build_gpt", "transformer_config"]
@@ -89,7 +90,10 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
     """
     text_config = family.text_config(hf_config)
     config = transformer_config(family, text_config, options)
-    spec = decoder_layer_spec(config, transformer_engine=uses_transformer_engine())
+    deepstack = family.num_deepstack(hf_config)
+    if deepstack >= config.num_layers:
+        raise ConfigError(f"config.json: {deepstack} deepstack_visual_indexes for {config.num_layers} decoder layers")
+    spec = decoder_layer_spec(config, transformer_engine=uses_transformer_engine(), deepstack=deepstack > 0)
     gpt = GPTModel(
         config,
         spec,
@@ -100,6 +104,8 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
     )
+    if family.interleaved_mrope:
+        gpt.rotary_pos_emb = InterleavedRotaryEmbedding(config.kv_channels, 1.0, rotary_base=rotary_base(text_config))
     # torch's norms ignore params_dtype, and megatron's distributed optimizer confuses the tensors of a parameter group
     # that holds two dtypes.
     return gpt.to(options.dtype)

@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vagen.learner.model.attention import SegmentedLayer, SegmentedSDPAttention
+from vagen.learner.model.deepstack import DeepstackLayer
 
 __all__ = ["decoder_layer_spec", "uses_transformer_engine"]
 
@@ -30,11 +31,15 @@ def uses_transformer_engine() -> bool:
     return bool(HAVE_TE)
 
 
-def decoder_layer_spec(config: TransformerConfig, *, transformer_engine: bool) -> ModuleSpec:
-    """Layer spec for `config`."""
+def decoder_layer_spec(config: TransformerConfig, *, transformer_engine: bool, deepstack: bool) -> ModuleSpec:
+    """Layer spec for `config`; with `deepstack` the layers add features of inner vision blocks."""
+    spec: Any
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec: Any = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        if deepstack:
+            spec.module = DeepstackLayer
+        return spec
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     spec.module = SegmentedLayer
     spec.submodules.self_attention.submodules.core_attention = SegmentedSDPAttention
     return spec

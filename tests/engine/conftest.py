@@ -155,7 +155,12 @@ class Lab:
     @staticmethod
     def build(family: str, folder: Path) -> Any:
         """transformers' tiny model of a family, saved in `folder`."""
-        builders = {"qwen2": tiny.build_text_model, "qwen2_5_vl": tiny.build_model, "qwen3": tiny.build_qwen3}
+        builders = {
+            "qwen2": tiny.build_text_model,
+            "qwen2_5_vl": tiny.build_model,
+            "qwen3": tiny.build_qwen3,
+            "qwen3_vl": tiny.build_qwen3_vl,
+        }
         return builders[family](folder)
 
     @staticmethod
@@ -327,6 +332,20 @@ def start_text_engines(
     starter = EngineStarter(*tiny_text_model, tmp_path_factory.mktemp("text-engines"))
     yield starter
     starter.stop_all()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[Path, PreTrainedModel], EngineHandle]]:
+    """Starts an engine with keys on a folder and its model; it ends with the test."""
+    starters: list[EngineStarter] = []
+
+    def start(model_dir: Path, reference: PreTrainedModel) -> EngineHandle:
+        starters.append(EngineStarter(model_dir, reference, tmp_path))
+        return starters[-1](api_key=API_KEY, admin_api_key=ADMIN_KEY)[0]
+
+    yield start
+    for starter in starters:
+        starter.stop_all()
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from vagen.common.vision import ImageSpec, preprocess_image
@@ -95,6 +97,32 @@ def build_qwen3(folder: Path) -> Qwen3ForCausalLM:
     """A tiny text model whose heads are wider than its hidden state."""
     torch.manual_seed(2)
     return save(Qwen3ForCausalLM(Qwen3Config(**text_settings(), head_dim=32, tie_word_embeddings=True)), folder)
+
+
+def build_qwen3_vl(folder: Path) -> Qwen3VLForConditionalGeneration:
+    """A tiny model whose first decoder layer adds features of an inner vision block."""
+    torch.manual_seed(3)
+    config = Qwen3VLConfig(
+        text_config=text_settings(mrope_section=[6, 5, 5]) | {"head_dim": 32},
+        vision_config=dict(
+            depth=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            out_hidden_size=64,
+            patch_size=16,
+            num_position_embeddings=25,
+            deepstack_visual_indexes=[0],
+            initializer_range=0.08,
+        ),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=True,
+    )
+    ImageSpec(patch_size=16, max_pixels=64 * 64 * 8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)).save(folder)
+    return save(Qwen3VLForConditionalGeneration(config), folder)
 
 
 def save(model: PreTrainedModel, folder: Path) -> Any:

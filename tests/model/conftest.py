@@ -16,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from vagen.common.vision import Grid, ImageSpec, mrope_positions
@@ -80,6 +82,50 @@ def save_vl(tmp_path: Path) -> SaveModel:
             tie_word_embeddings=tied,
         )
         model = _randomise(Qwen2_5_VLForConditionalGeneration(config))
+        directory = tmp_path / name
+        model.save_pretrained(directory)
+        ImageSpec().save(directory)
+        (directory / "chat_template.jinja").write_text("{{ messages }}")
+        return model, directory
+
+    return build
+
+
+@pytest.fixture
+def save_qwen3_vl(tmp_path: Path) -> SaveModel:
+    """Qwen3-VL with features of two inner blocks: returns (transformers model, its directory)."""
+
+    def build(*, tied: bool = False, name: str = "qwen3_vl") -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        config = Qwen3VLConfig(
+            text_config={
+                "vocab_size": 512,
+                "hidden_size": 64,
+                "intermediate_size": 160,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "max_position_embeddings": 512,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]},
+            },
+            vision_config={
+                "depth": 4,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "patch_size": 14,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 25,
+                "deepstack_visual_indexes": [0, 2],
+            },
+            image_token_id=IMAGE,
+            video_token_id=501,
+            vision_start_token_id=VISION_START,
+            vision_end_token_id=VISION_END,
+            tie_word_embeddings=tied,
+        )
+        model = _randomise(Qwen3VLForConditionalGeneration(config))
         directory = tmp_path / name
         model.save_pretrained(directory)
         ImageSpec().save(directory)

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 
 from vagen.common.errors import TrajectoryError
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
 from vagen.learner.model.gpt import ModelOptions
+from vagen.learner.model.rotary import InterleavedRotaryEmbedding
 
 IMAGE = 500
 FORBIDDEN = torch.tensor([500, 501, 502])
+VISION_FAMILIES = ["vl", "qwen3_vl"]
 Pack = Callable[..., PackedBatch]
 
 
@@ -83,12 +86,16 @@ def _loss(out: TokenOutputs) -> torch.Tensor:
     return (weights[0] * out.logprobs + weights[1] * out.entropy + weights[2] * out.values).sum()
 
 
-@pytest.mark.parametrize("windows", [True, False])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("vl", {"windows": True}), ("vl", {"windows": False}), ("qwen3_vl", {})],
+    ids=["windows", "no windows", "deepstack"],
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_vision_language_outputs_and_gradients(
-    save_vl: Any, vl_rows: Any, pack: Pack, tied: bool, windows: bool
+    request: pytest.FixtureRequest, vl_rows: Any, pack: Pack, tied: bool, family: str, options: dict[str, Any]
 ) -> None:
-    hf, directory = save_vl(tied=tied, windows=windows)
+    hf, directory = request.getfixturevalue(f"save_{family}")(tied=tied, **options)
     model, batch = _load(directory), pack(vl_rows)
     got = model(batch, temperature=0.8, forbidden_token_ids=FORBIDDEN)
     want = _reference(hf, batch, model.value_head, temperature=0.8, forbidden=True)
@@ -169,8 +176,9 @@ def test_text_and_images_in_one_pack_equal_rows_alone(save_vl: Any, vl_rows: Any
         )
 
 
-def test_recomputation_changes_nothing(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
-    _, directory = save_vl()
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_recomputation_changes_nothing(request: pytest.FixtureRequest, vl_rows: Any, pack: Pack, family: str) -> None:
+    _, directory = request.getfixturevalue(f"save_{family}")()
     batch, results = pack(vl_rows), []
     for recompute in (False, True):
         model = VisionLanguageActorCritic.load_hf(directory, ModelOptions(recompute=recompute)).train()
@@ -202,8 +210,37 @@ def test_negative_controls(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
     assert (model(batch).logprobs - want.logprobs).abs().max() > 1e-2
 
 
-def test_an_image_used_twice_is_encoded_once(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
-    _, directory = save_vl()
+def test_qwen3_vl_parity_notices_a_wrong_mapping(save_qwen3_vl: Any, vl_rows: Any, pack: Pack) -> None:
+    hf, directory = save_qwen3_vl()
+    model, batch = _load(directory), pack(vl_rows)
+    want = _reference(hf, batch, model.value_head)
+
+    def distance() -> float:
+        return float((model(batch).logprobs - want.logprobs).abs().max())
+
+    assert distance() < 3e-6
+    # Axes of positions one after the other, as Qwen2.5-VL has them.
+    rotary = model.language_model.rotary_pos_emb
+    rotary.__class__ = MultimodalRotaryEmbedding
+    assert distance() > 1e-3
+    rotary.__class__ = InterleavedRotaryEmbedding
+    # The features of one inner block where those of another belong, then none.
+    assert model.visual is not None
+    first, second = model.visual.deepstack_merger_list
+    model.visual.deepstack_merger_list = torch.nn.ModuleList([second, first])
+    assert distance() > 1e-3
+    model.visual.deepstack_merger_list = torch.nn.ModuleList([first, second])
+    with torch.no_grad():
+        for parameter in (*first.linear_fc2.parameters(), *second.linear_fc2.parameters()):
+            parameter.zero_()
+    assert distance() > 1e-3
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_an_image_used_twice_is_encoded_once(
+    request: pytest.FixtureRequest, vl_rows: Any, pack: Pack, family: str
+) -> None:
+    _, directory = request.getfixturevalue(f"save_{family}")()
     model = _load(directory)
     single = pack([vl_rows[1], vl_rows[0]])
     assert single.images is not None

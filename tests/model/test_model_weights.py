@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoTokenizer
 
 from vagen.common.errors import CheckpointError, ConfigError
 from vagen.common.vision import ImageSpec
@@ -18,7 +18,7 @@ from vagen.learner.config import ModelConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.tiny import save_tiny_model
 
-FAMILIES = ["qwen2", "vl", "qwen3"]
+FAMILIES = ["qwen2", "vl", "qwen3", "qwen3_vl"]
 """Fixtures `save_*` of tiny models."""
 
 
@@ -76,13 +76,14 @@ def test_engine_names(request: pytest.FixtureRequest, family: str, tied: bool) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_saved_directory_is_complete(save_vl: Any, tmp_path: Path, tied: bool) -> None:
-    hf, directory = save_vl(tied=tied)
+@pytest.mark.parametrize("family", ["vl", "qwen3_vl"])
+def test_saved_directory_is_complete(request: pytest.FixtureRequest, tmp_path: Path, family: str, tied: bool) -> None:
+    hf, directory = request.getfixturevalue(f"save_{family}")(tied=tied)
     model = VisionLanguageActorCritic.load_hf(directory)
     assert not model.value_head.weight.any()
     torch.nn.init.normal_(model.value_head.weight)
     model.save_hf(tmp_path / "saved")
-    _assert_equal(Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "saved").state_dict(), hf.state_dict())
+    _assert_equal(type(hf).from_pretrained(tmp_path / "saved").state_dict(), hf.state_dict())
     again = VisionLanguageActorCritic.load_hf(tmp_path / "saved")
     _assert_equal(again.export_hf_state(), hf.state_dict())
     assert torch.equal(again.value_head.weight, model.value_head.weight)
@@ -122,7 +123,7 @@ def test_unsupported_models_are_refused(save_qwen2: Any, tmp_path: Path) -> None
     config = json.loads((directory / "config.json").read_text())
     for change, message in (
         ({"model_type": "no_such_model"}, "no_such_model.*supported: qwen2, "),
-        ({"model_type": "gpt2"}, "gpt2.*supported: qwen2, qwen2_5_vl, qwen3"),
+        ({"model_type": "gpt2"}, "gpt2.*supported: qwen2, qwen2_5_vl, qwen3, qwen3_vl"),
         (
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
             "sliding-window",
@@ -136,6 +137,25 @@ def test_unsupported_models_are_refused(save_qwen2: Any, tmp_path: Path) -> None
             VisionLanguageActorCritic.load_hf(directory)
     with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         VisionLanguageActorCritic.load_hf(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+def test_a_qwen3_with_settings_that_would_train_another_model_is_refused(
+    request: pytest.FixtureRequest, family: str
+) -> None:
+    _, directory = request.getfixturevalue(f"save_{family}")()
+    config = json.loads((directory / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["attention_bias"] = True
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="attention_bias must be false"):
+        VisionLanguageActorCritic.load_hf(directory)
+    if "vision_config" in config:
+        text["attention_bias"] = False
+        config["vision_config"]["deepstack_visual_indexes"] = [0, 1, 2]
+        (directory / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match="3 deepstack_visual_indexes for 3 decoder layers"):
+            VisionLanguageActorCritic.load_hf(directory)
 
 
 def _tokenizer(special: list[str]) -> Tokenizer:

@@ -41,23 +41,35 @@ class ModelFamily:
     """One `model_type`.
 
     `text_prefix` and `vision_prefix` are HF's names of the decoder and of the vision module in a state dict;
-    `disk_prefixes` maps them to the names on the hub, which are also those of the engines. `transformer_options` gives
-    the `TransformerConfig` fields that are peculiar to the family, from the HF text config. `mrope_section` gives the
-    M-RoPE split of half a head; a text model gets one too, as three equal axes are plain RoPE.
+    `disk_prefixes` maps them to the names on the hub where those differ. `transformer_options` gives the
+    `TransformerConfig` fields that are peculiar to the family, from the HF text config. `mrope_section` gives the
+    M-RoPE split of half a head (a text model gets one too, as three equal axes are plain RoPE), and `interleaved_mrope`
+    how the axes lie in it (see `vagen.common.vision.mrope_axes`). `vision_class` is transformers' vision module;
+    `num_deepstack` counts, from the top-level config, the decoder layers that add features of its inner blocks.
     `rules` lists the decoder's tensors layer by layer, from (HF text config, tied head).
     """
 
     model_type: str
     text_prefix: str
     vision_prefix: str | None = None
+    vision_class: Any = None
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
     text_config: Callable[[Any], Any]
     transformer_options: Callable[[Any], dict[str, Any]]
     mrope_section: Callable[[Any], list[int]]
+    interleaved_mrope: bool = False
+    num_deepstack: Callable[[Any], int] = lambda config: 0
     rules: Callable[[Any, bool], list[WeightRule]]
 
+    def engine_name(self, name: str) -> str:
+        """Engine name of an HF state-dict name: `visual.*`, `model.*` or `lm_head.weight`, as SGLang's."""
+        for prefix, shorter in ((self.vision_prefix, "visual."), (self.text_prefix, "model.")):
+            if prefix is not None and name.startswith(prefix):
+                return shorter + name.removeprefix(prefix)
+        return name
+
     def disk_name(self, name: str) -> str:
-        """Hub and engine name of an HF state-dict name."""
+        """Hub name of an HF state-dict name."""
         for prefix, shorter in self.disk_prefixes.items():
             if name.startswith(prefix):
                 return shorter + name.removeprefix(prefix)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
 from vagen.learner.model.families.base import ModelFamily, WeightRule, decoder_rules
 from vagen.learner.model.families.qwen2 import qwen2_options
 
@@ -20,6 +22,7 @@ QWEN2_5_VL = ModelFamily(
     model_type="qwen2_5_vl",
     text_prefix=_TEXT_PREFIX,
     vision_prefix=_VISION_PREFIX,
+    vision_class=Qwen2_5_VisionTransformerPretrainedModel,
     disk_prefixes={_TEXT_PREFIX: "model.", _VISION_PREFIX: "visual."},
     text_config=lambda config: config.text_config,
     transformer_options=qwen2_options,
