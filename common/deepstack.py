@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
@@ -35,7 +35,7 @@ class DeepstackVisionTower(BatchedVisionTower):
 
     module_type = Qwen3VLVisionModel
 
-    def __init__(self, visual: nn.Module) -> None:
+    def __init__(self, visual: Any) -> None:
         super().__init__(visual)
         self.num_deepstack = len(self._visual.deepstack_visual_indexes)
 

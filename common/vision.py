@@ -222,10 +222,10 @@ class BatchedVisionTower:
     num_deepstack = 0
     """K: so many times H more features for each token."""
 
-    def __init__(self, visual: nn.Module) -> None:
+    def __init__(self, visual: Any) -> None:
+        self._visual = visual
         if not isinstance(visual, self.module_type):
             raise ConfigError(f"vision tower must be a {self.module_type.__name__}, got {type(visual).__name__}")
-        self._visual: Any = visual
         self._merge_size = int(self._visual.spatial_merge_size)
         self._merge_unit = self._merge_size**2
         self._full_attention = self._attention_kinds()
