@@ -123,6 +123,8 @@ class Key(enum.Enum):
     """Hash of live settings: JSON of each value that overrides the recipe's."""
     SETTINGS_INFO = "settings:info"
     """Hash by live setting: JSON of when it was set and by whom."""
+    SETTINGS_PROBLEMS = "settings:problems"
+    """Hash by live setting: JSON of a value and why the learner does not apply it."""
     SETTINGS_LOG = "settings:log"
     """List of the last 1000 changes of settings, newest first, as JSON."""
 

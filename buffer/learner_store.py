@@ -22,7 +22,7 @@ from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.buffer.selection.config import Order, SelectionConfig
 from vagen.buffer.selection.selector import Decision, Selector
 from vagen.buffer.selection.units import Proposal, Unit, read_candidate
-from vagen.buffer.settings import SettingState, differences, read_settings
+from vagen.buffer.settings import SettingState, news, note_problem, read_settings
 from vagen.common.errors import InfrastructureError
 
 __all__ = ["EngineLease", "LearnerStore", "Manifest", "ManifestEntry", "Order"]
@@ -82,15 +82,19 @@ class LearnerStore:
         required_capacity_bytes: int = 0,
         replay_max_bytes: int = 0,
         replay_max_staleness: int = 0,
+        group_size: int = 0,
+        selection: SelectionConfig = SelectionConfig(),
     ) -> None:
         """Say what the next step is and how far data may run ahead of it; admission grants nothing before.
 
         `total_steps` ends the granting with what the last step needs; 0 is a run without end. The buffer's capacity
         cannot be set live below `required_capacity_bytes`. Successes are kept for replay up to `replay_max_bytes`; 0
-        keeps none and forgets those kept before.
+        keeps none and forgets those kept before. `group_size` is that of the actors, 0 where it is not known, and
+        `selection` the recipe's; live values are checked against the one and shown beside the other.
         """
         pacing = (step, batch_size, max_staleness, publish_every, total_steps, required_capacity_bytes)
-        self._script("register", incarnation, *pacing, replay_max_bytes, replay_max_staleness)
+        told = [msgspec.json.encode(value).decode() for value in (selection.order, selection.filters)]
+        self._script("register", incarnation, *pacing, replay_max_bytes, replay_max_staleness, group_size, *told)
 
     def next_version(self) -> int:
         """A policy version that nobody had before, from 1; versions never go back, some may stay unused."""
@@ -307,14 +311,12 @@ class LearnerStore:
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
         """Value and source of each live setting that has changed since the last call; at first of the live values."""
-        states = self.settings()
-        changed = differences(self._settings, states)
-        is_first, self._settings = not self._settings, states
-        return {
-            state.name: {"value": state.value, "source": state.source}
-            for state in changed
-            if not is_first or state.source == "live"
-        }
+        before, self._settings = self._settings, self.settings()
+        return news(before, self._settings)
+
+    def note_problem(self, name: str, value: object, problem: str | None) -> None:
+        """Tell those who look at the settings why a live value is not applied; None: what is set is applied."""
+        self._patiently("note_problem", lambda: note_problem(self._client, self._keys, name, value, problem))
 
     def _script(self, name: str, *args: object) -> Any:
         return self._patiently(name, lambda: run_script(self._client, self._keys, name, *args))

@@ -23,6 +23,18 @@ class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
     """It was trained before: outside the accounting identity."""
 
 
+class Drawing(msgspec.Struct, frozen=True, kw_only=True):
+    """How the part of a batch was drawn by priority: what its weights mean beside those of another part."""
+
+    beta: float
+    num_units: int
+    """N: units that were ready, those that filters have dropped meanwhile among them."""
+    num_drawn: float
+    """Units that were drawn, an estimate of those that filters dropped among them."""
+    largest: float
+    """`(N p) ** -beta` of the entry that counts 1."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The batch of one learner step; never changes once sealed."""
 
@@ -34,6 +46,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Candidates that the filters saw for this step; 0 without filters."""
     filtered: dict[str, int] = {}
     """Those of `considered` that were dropped, by filter, since the process that sealed the batch began the step."""
+    drawing: Drawing | None = None
+    """Of a part that was drawn by priority."""
 
     @property
     def ids(self) -> list[str]:

@@ -1,82 +1,28 @@
-"""Live settings: what may be changed while a run goes on.
+"""Live settings as a run has them: their place in Redis, their changes, what is in force in which shard.
 
-Owns the list of them, their checks, and their place in Redis: a live value overrides the recipe's, for the ingest as
-for the scripts, until it is dropped, also over a restart. The recipe's own values are told by those who read the
-recipe: the ingest's in `Key.CONFIG`, the learner's in `Key.LEARNER`, each as JSON under the setting's name.
+A live value overrides the recipe's, for ingest, learner and scripts, until it is dropped, also over a restart. The
+recipe's own values are told by those who read the recipe: the ingest's in `Key.CONFIG`, the learner's in `Key.LEARNER`,
+each as JSON under the setting's name. Which settings there are is `vagen.buffer.live_settings`'s.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import redis
+from msgspec import structs
 
-from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import run_script
 from vagen.buffer.keys import Key, Keys
-from vagen.common.config import Section, convert, parse_value, require
+from vagen.buffer.live_settings import LIVE_SETTINGS, RunFacts
+from vagen.common.config import parse_value
 from vagen.common.errors import ConfigError
 
 MAX_NAMED_BY = 100
 """Characters kept of who changed a setting."""
-
-
-class LearnerPart(Section, frozen=True, kw_only=True):
-    """What of section `learner` the buffer applies."""
-
-    max_staleness: int = 0
-
-    def __post_init__(self) -> None:
-        require(
-            0 <= self.max_staleness < 1 << 31, "learner.max_staleness", self.max_staleness, "int >= 0, below 2147483648"
-        )
-
-
-class LiveSetting(NamedTuple):
-    """One setting that may change while a run goes on."""
-
-    name: str
-    section: str
-    """Of the recipe."""
-    kind: type[Section]
-    """Its class checks type and bounds of the value."""
-    told_in: Key
-    """Hash where the recipe's value is told."""
-    least: Callable[[Mapping[str, int]], tuple[int, str]] | None = None
-    """Least value with which the registered learner cannot starve, and why; from the learner's numbers."""
-
-    def check(self, value: object, learner: Mapping[str, int]) -> Any:
-        """The value with its type. Raises `ConfigError` naming path, value and bound."""
-        path = f"{self.section}.{self.name}"
-        checked = getattr(convert({self.name: value}, self.kind, f"$.{self.section}"), self.name)
-        if self.least is not None and learner:
-            least, why = self.least(learner)
-            require(checked >= least, path, checked, f"int >= {least} = {why}")
-        return checked
-
-
-def _least_staleness(learner: Mapping[str, int]) -> tuple[int, str]:
-    return learner.get("publish_every", 1) - 1, "learner.publish_every - 1, the age of the data of the last such step"
-
-
-def _least_capacity(learner: Mapping[str, int]) -> tuple[int, str]:
-    return learner.get("required_capacity_bytes", 0), "what the registered learner needs to checkpoint and prefetch"
-
-
-LIVE_SETTINGS: Mapping[str, LiveSetting] = {
-    setting.name: setting
-    for setting in (
-        LiveSetting("max_staleness", "learner", LearnerPart, Key.LEARNER, _least_staleness),
-        LiveSetting("capacity_bytes", "buffer", BufferConfig, Key.CONFIG, _least_capacity),
-        LiveSetting("when_full", "buffer", BufferConfig, Key.CONFIG),
-        LiveSetting("max_running", "buffer", BufferConfig, Key.CONFIG),
-        LiveSetting("group_timeout_s", "buffer", BufferConfig, Key.CONFIG),
-    )
-}
-"""All of them by name. A script reads one with `setting(name, recipe's value)`."""
 
 
 class SettingState(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +36,10 @@ class SettingState(msgspec.Struct, frozen=True, kw_only=True):
     changed_at: float | None = None
     """Unix time in seconds of the live value."""
     changed_by: str | None = None
+    problem: str | None = None
+    """Why the learner does not apply the live value, and what it keeps instead."""
+    by_shard: list[Any] | None = None
+    """The value in each shard, where they differ."""
 
 
 class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,10 +77,9 @@ def check_changes(client: redis.Redis, keys: Keys, changes: Mapping[str, object]
 
     Raises `ConfigError` for a value out of its bounds or below what the registered learner needs.
     """
-    learner = _numbers(client.hgetall(keys[Key.LEARNER]))
-    return {
-        name: None if value is None else LIVE_SETTINGS[name].check(value, learner) for name, value in changes.items()
-    }
+    priority: Any = client.hget(keys[Key.CONFIG], "priority_function")
+    facts = RunFacts(_numbers(client.hgetall(keys[Key.LEARNER])), ranks=_decode(priority or b'""') is not None)
+    return {name: None if value is None else LIVE_SETTINGS[name].check(value, facts) for name, value in changes.items()}
 
 
 def change_settings(client: redis.Redis, keys: Keys, changes: Mapping[str, object], by: str) -> list[SettingState]:
@@ -150,9 +99,9 @@ def read_settings(client: redis.Redis, keys: Keys) -> list[SettingState]:
     pipe: Any = client.pipeline(transaction=True)
     pipe.hgetall(keys[Key.SETTINGS])
     pipe.hgetall(keys[Key.SETTINGS_INFO])
-    for key in (Key.CONFIG, Key.LEARNER):
+    for key in (Key.CONFIG, Key.LEARNER, Key.SETTINGS_PROBLEMS):
         pipe.hgetall(keys[key])
-    live, info, config, learner = pipe.execute()
+    live, info, config, learner, problems = pipe.execute()
     told = {Key.CONFIG: config, Key.LEARNER: learner}
     states = []
     for name, setting in LIVE_SETTINGS.items():
@@ -167,9 +116,34 @@ def read_settings(client: redis.Redis, keys: Keys) -> list[SettingState]:
                 recipe=recipe,
                 changed_at=change["at"],
                 changed_by=change["by"],
+                problem=_problem(problems.get(field), live.get(field)),
             )
         )
     return states
+
+
+def note_problem(client: redis.Redis, keys: Keys, name: str, value: object, problem: str | None) -> None:
+    """Tell why the learner does not apply a live value; None: it applies what is set."""
+    if problem is None:
+        client.hdel(keys[Key.SETTINGS_PROBLEMS], name)
+    else:
+        text = msgspec.json.encode({"value": value, "problem": problem})
+        client.hset(keys[Key.SETTINGS_PROBLEMS], name, text)  # type: ignore[arg-type]
+
+
+def combine_settings(parts: Sequence[Sequence[SettingState]]) -> list[SettingState]:
+    """The settings of several shards as one: those of the first, marked where another shard has something else.
+
+    A shard where the recipe's value is not told yet does not count.
+    """
+    combined = []
+    for states in zip(*parts, strict=True):
+        told = [state for state in states if state.value is not None]
+        first = told[0] if told and states[0].value is None else states[0]
+        differs = any((state.value, state.source) != (first.value, first.source) for state in told)
+        values = [state.value for state in states] if differs else None
+        combined.append(structs.replace(first, by_shard=values))
+    return combined
 
 
 def read_changes(client: redis.Redis, keys: Keys) -> list[SettingChange]:
@@ -179,9 +153,37 @@ def read_changes(client: redis.Redis, keys: Keys) -> list[SettingChange]:
 
 
 def differences(before: Sequence[SettingState], now: Sequence[SettingState]) -> list[SettingState]:
-    """Settings whose value or source is not what it was."""
-    known = {state.name: (state.value, state.source) for state in before}
-    return [state for state in now if known.get(state.name) != (state.value, state.source)]
+    """Settings whose value, source or fitness is not what it was."""
+    known = {state.name: _essence(state) for state in before}
+    return [state for state in now if known.get(state.name) != _essence(state)]
+
+
+def news(before: Sequence[SettingState], now: Sequence[SettingState]) -> dict[str, dict[str, Any]]:
+    """What has changed, as the learner's journal says it; without a `before` the live values.
+
+    By name: value and source, `problem` where the learner does not apply it, `by_shard` where shards differ.
+    """
+    changed = differences(before, now)
+    return {
+        state.name: {
+            "value": state.value,
+            "source": state.source,
+            **({"problem": state.problem} if state.problem else {}),
+            **({"by_shard": state.by_shard} if state.by_shard else {}),
+        }
+        for state in changed
+        if before or state.source == "live" or state.by_shard
+    }
+
+
+def warnings(states: Sequence[SettingState]) -> list[str]:
+    """A line about each value that is not in force as it is set: refused by the learner, or not in every shard."""
+    lines = [f"{state.name}: {state.problem}" for state in states if state.problem]
+    for state in states:
+        if state.by_shard:
+            values = ", ".join(f"{index} has {_show(value)}" for index, value in enumerate(state.by_shard))
+            lines.append(f"{state.name}: shards differ, {values}; `vagen buffer set {state.name}=...` sets all")
+    return lines
 
 
 def overrides(states: Sequence[SettingState]) -> list[str]:
@@ -197,7 +199,17 @@ def overrides(states: Sequence[SettingState]) -> list[str]:
 def describe(state: SettingState) -> str:
     """The setting in one line."""
     by = f"live, by {state.changed_by}" if state.source == "live" else "the recipe's"
-    return f"{state.name} = {_show(state.value)} ({by})"
+    return f"{state.name} = {_show(state.value)} ({by})" + (f"; {state.problem}" if state.problem else "")
+
+
+def _essence(state: SettingState) -> tuple[object, ...]:
+    return state.value, state.source, state.problem, state.by_shard
+
+
+def _problem(noted: bytes | None, live: bytes | None) -> str | None:
+    """What was noted of another value than the live one says nothing."""
+    note = _decode(noted)
+    return str(note["problem"]) if note is not None and live is not None and note["value"] == _decode(live) else None
 
 
 def _show(value: object) -> str:

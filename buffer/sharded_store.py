@@ -16,15 +16,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import msgspec
+from msgspec import structs
 
 from vagen.buffer.accounting import Accounting, BufferStatus, add_accountings, add_statuses
 from vagen.buffer.keys import Shard
 from vagen.buffer.learner_store import EngineLease, LearnerStore
 from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.buffer.selection.config import SelectionConfig
+from vagen.buffer.selection.live import LiveSelector
 from vagen.buffer.selection.selector import Selector
-from vagen.buffer.settings import SettingState
+from vagen.buffer.settings import SettingState, combine_settings, news
 from vagen.buffer.sharding import divide, divide_ready, split_urls
 
 __all__ = ["ShardedSelector", "ShardedStore", "Store", "connect_store", "make_selector"]
@@ -47,7 +48,8 @@ class ShardedStore:
         self._home = self.shards[0]
         self._group_size = group_size
         self._incarnation = ""
-        self._pacing: dict[str, int] = {}
+        self._pacing: dict[str, Any] = {}
+        self._settings: list[SettingState] = []
         self._balanced_at = 0.0
 
     def close(self) -> None:
@@ -57,7 +59,7 @@ class ShardedStore:
 
     # -- pacing and versions ------------------------------------------------------------------------------------
 
-    def register(self, incarnation: str, **pacing: int) -> None:
+    def register(self, incarnation: str, **pacing: Any) -> None:
         """As `LearnerStore.register`; each shard paces its share of the batch."""
         self._incarnation, self._pacing = incarnation, pacing
         self._rebalance()
@@ -164,12 +166,18 @@ class ShardedStore:
         return [shard.status() for shard in self.shards]
 
     def settings(self) -> list[SettingState]:
-        """As `LearnerStore.settings`; they are set in all shards at once."""
-        return self._home.settings()
+        """As `LearnerStore.settings`, those of the first shard, marked where another has something else."""
+        return combine_settings([shard.settings() for shard in self.shards])
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """As `LearnerStore.changed_settings`."""
-        return self._home.changed_settings()
+        """As `LearnerStore.changed_settings`; a change that is not in every shard is told with each shard's value."""
+        before, self._settings = self._settings, self.settings()
+        return news(before, self._settings)
+
+    def note_problem(self, name: str, value: object, problem: str | None) -> None:
+        """As `LearnerStore.note_problem`, in every shard."""
+        for shard in self.shards:
+            shard.note_problem(name, value, problem)
 
     def balance(self) -> None:
         """Pace the shards anew when it is time: none may wait for a part that nobody makes any more."""
@@ -197,11 +205,10 @@ def connect_store(
     return shards[0] if num_shards == 1 else ShardedStore(shards, group_size)
 
 
-def make_selector(store: Store, config: SelectionConfig, seed: int | None = None) -> Selector | ShardedSelector:
-    """What claims batches from a store, for the one rank that decides."""
-    if isinstance(store, ShardedStore):
-        return ShardedSelector(store, config, seed=seed)
-    return Selector(store, config, seed=seed)
+def make_selector(store: Store, config: SelectionConfig, seed: int | None = None) -> LiveSelector:
+    """What claims batches from a store by the settings in force, for the one rank that decides."""
+    chooser = ShardedSelector if isinstance(store, ShardedStore) else Selector
+    return LiveSelector(chooser(store, config, seed=seed), store, config)  # type: ignore[arg-type]
 
 
 class ShardedSelector:
@@ -211,6 +218,11 @@ class ShardedSelector:
         """As `Selector`."""
         self._store = store
         self._selectors = [Selector(shard, config, seed=seed) for shard in store.shards]
+
+    def use(self, config: SelectionConfig) -> None:
+        """As `Selector.use`, in every shard; parts that are sealed stay as they are."""
+        for selector in self._selectors:
+            selector.use(config)
 
     def claim(self, step: int, num_trajectories: int, timeout_s: float) -> Manifest | None:
         """As `Selector.claim`. Once a plan is written, each shard waits for its own part."""
@@ -230,14 +242,33 @@ class ShardedSelector:
 
 
 def merge(parts: Sequence[tuple[int, Manifest]]) -> Manifest:
-    """The batch made of the parts of some shards, which are given by index. Weights stay as each shard gave them."""
-    entries = [msgspec.structs.replace(entry, shard=index) for index, part in parts for entry in part.entries]
-    filtered: Counter[str] = Counter()
-    for _, part in parts:
+    """The batch made of the parts of some shards, which are given by index; its weights are those of one global draw.
+
+    A part of `d_s` of `d` units drawn from `N_s` of `N` gives unit `i` of weight `w_i` of its shard's `W_s` the
+    probability `(d_s / d) (w_i / W_s)` of being what one draw of the batch brings, so it counts
+
+        (N (d_s / d) (w_i / W_s)) ** -beta = (N d_s / (N_s d)) ** -beta * (N_s w_i / W_s) ** -beta,
+
+    the second factor being what its shard gave it, over the largest of the batch. What was replayed, or was not drawn
+    by priority, counts 1 before that division.
+    """
+    drawings = [part.drawing for _, part in parts if part.drawing is not None]
+    num_units, num_drawn = sum(d.num_units for d in drawings), sum(d.num_drawn for d in drawings)
+    entries, filtered = [], Counter[str]()
+    for index, part in parts:
+        drawing = part.drawing
+        scale, share = 1.0, 1.0
+        if drawing is not None:
+            scale = drawing.largest
+            share = (num_units * drawing.num_drawn / (drawing.num_units * num_drawn)) ** -drawing.beta
+        for entry in part.entries:
+            weight = entry.weight * scale * (1.0 if entry.replayed else share)
+            entries.append(structs.replace(entry, shard=index, weight=weight))
         filtered.update(part.filtered)
+    largest = max(entry.weight for entry in entries)
     return Manifest(
         step=parts[0][1].step,
-        entries=tuple(entries),
+        entries=tuple(structs.replace(entry, weight=entry.weight / largest) for entry in entries),
         sealed_at=max(part.sealed_at for _, part in parts),
         considered=sum(part.considered for _, part in parts),
         filtered=dict(filtered),

@@ -18,10 +18,11 @@ from vagen.buffer import admission
 from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import make_client, run_read_only, run_script
 from vagen.buffer.keys import Key, Keys, Shard
+from vagen.buffer.live_settings import LIVE_SETTINGS
 from vagen.buffer.lua import source
 from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request
 from vagen.buffer.selection.units import attributes
-from vagen.buffer.settings import LIVE_SETTINGS, SettingState, differences, read_settings
+from vagen.buffer.settings import SettingState, differences, read_settings
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import EngineStatus, Status, TaskGrant

@@ -124,12 +124,13 @@ def parse_value(text: str, where: str) -> object:
 def import_object(name: str, path: str) -> Any:
     """What stands at the import path `package.module:name`, the value of the setting at `path`.
 
-    Raises `ConfigError` where there is nothing.
+    Raises `ConfigError` where there is nothing, or where the module fails.
     """
     module, _, attribute = name.partition(":")
+    importlib.invalidate_caches()  # the module may have been written while this process ran
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # somebody's module, which may raise anything
         raise ConfigError(f"$.{path}: cannot import {name!r}: {error}") from error
 
 

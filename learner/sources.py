@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from vagen.buffer.manifest import Manifest, ManifestEntry
-from vagen.buffer.selection.selector import Selector
-from vagen.buffer.sharded_store import ShardedSelector, Store
+from vagen.buffer.selection.live import LiveSelector
+from vagen.buffer.sharded_store import Store
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import decode_trajectory
 from vagen.learner.archiver import StepArchiver
@@ -61,7 +61,7 @@ class BufferSource:
         feeder_store: Store,
         *,
         batch_size: int,
-        selector: Selector | ShardedSelector | None,
+        selector: LiveSelector | None,
         archiver: StepArchiver | None = None,
     ) -> None:
         """A connection for each of the two threads. The first rank chooses by its `selector`; the others have none and

@@ -116,12 +116,13 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
     """
     run, config = section(recipe, "run", RunConfig), section(recipe, "learner", LearnerConfig)
     with ExitStack() as stack:
-        connect = _connector(redis_url, recipe, config, stack)
+        group_size = int(recipe.get("actor", {}).get("group_size", 1))
+        connect = _connector(redis_url, recipe, config, group_size, stack)
         store = connect()
         _check_buffer(store, config)
         parts = stack.enter_context(learner_parts(run, config, model_dir, run_dir))
         archiver = _open_archive(parts, run_dir, connect, stack)
-        learner = stack.enter_context(_live_learner(parts, store, connect(), archiver))
+        learner = stack.enter_context(_live_learner(parts, store, connect(), archiver, group_size))
         reached = learner.run()
         if learner.is_first_rank:
             logger.info("stopped at step %d of %d", reached, config.total_steps)
@@ -211,10 +212,9 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 
 
 def _connector(
-    redis_url: str, recipe: Mapping[str, Any], config: LearnerConfig, stack: ExitStack
+    redis_url: str, recipe: Mapping[str, Any], config: LearnerConfig, group_size: int, stack: ExitStack
 ) -> Callable[[], Store]:
     run_name, num_shards = section(recipe, "run", RunConfig).name, section(recipe, "buffer", BufferConfig).shards
-    group_size = int(recipe.get("actor", {}).get("group_size", 1))
 
     def connect() -> Store:
         store = connect_store(
@@ -238,12 +238,12 @@ def _open_archive(
 
 @contextmanager
 def _live_learner(
-    parts: LearnerParts, store: Store, feeder_store: Store, archiver: StepArchiver | None
+    parts: LearnerParts, store: Store, feeder_store: Store, archiver: StepArchiver | None, group_size: int
 ) -> Iterator[Learner]:
     config = parts.config
     incarnation = str(ULID())
     if parts.is_first:
-        _announce(store, archiver, config, incarnation, parts.first_step)
+        _announce(store, archiver, config, incarnation, parts.first_step, group_size)
     selector = make_selector(feeder_store, config.selection, parts.run.seed) if parts.is_first else None
     source = BufferSource(store, feeder_store, batch_size=config.batch_size, selector=selector, archiver=archiver)
 
@@ -282,7 +282,12 @@ def _make_update(
 
 
 def _announce(
-    store: Store, archiver: StepArchiver | None, config: LearnerConfig, incarnation: str, first_step: int
+    store: Store,
+    archiver: StepArchiver | None,
+    config: LearnerConfig,
+    incarnation: str,
+    first_step: int,
+    group_size: int,
 ) -> None:
     """Finish what the checkpoint has made durable, and say where the run goes on."""
     replay = config.selection.replay
@@ -301,6 +306,8 @@ def _announce(
         required_capacity_bytes=config.required_capacity_bytes,
         replay_max_bytes=replay.max_bytes if replay.share > 0 else 0,
         replay_max_staleness=replay.max_staleness,
+        group_size=group_size,
+        selection=config.selection,
     )
     store.rollback(first_step - 1)
     for line in overrides(store.settings()):

@@ -143,7 +143,8 @@ def set_(
 ) -> None:
     """Change settings of a run that goes on. A live value holds over restarts until it is dropped.
 
-    Names: max_staleness, capacity_bytes, when_full, max_running, group_timeout_s; `vagen buffer settings` shows all.
+    Names: max_staleness, order, filters, capacity_bytes, when_full, max_running, group_timeout_s, as `vagen buffer
+    settings` shows them. Values are yaml. A filter of your own must be importable here and where the learner runs.
 
     Examples:
 
@@ -151,13 +152,23 @@ def set_(
 
       vagen buffer set when_full=drop_stalest capacity_bytes=2000000000 --run-dir runs/a
 
+      vagen buffer set order=oldest 'filters=[{name: reward_variance, options: {min_variance: 0.01}}]' --run-dir runs/a
+
+      vagen buffer set filters=recipe --run-dir runs/a
+
       vagen buffer set --reset max_staleness --redis redis://localhost:6379 --run a
     """
     with user_errors(2):
         import getpass
         import socket
 
-        from vagen.buffer.settings import change_settings, check_changes, parse_changes, read_settings
+        from vagen.buffer.settings import (
+            change_settings,
+            check_changes,
+            combine_settings,
+            parse_changes,
+            read_settings,
+        )
         from vagen.common.errors import ConfigError
         from vagen.tools.buffer_settings import format_settings
 
@@ -169,7 +180,7 @@ def set_(
             check_changes(client, keys, wanted)
         for client, keys in parts:
             change_settings(client, keys, wanted, by or f"{getpass.getuser()}@{socket.gethostname()}")
-        states = read_settings(*parts[0])
+        states = combine_settings([read_settings(*part) for part in parts])
     typer.echo(format_settings(states, as_json=as_json))
 
 
@@ -182,7 +193,9 @@ def settings(
     log: Annotated[bool, typer.Option("--log", help="The last 1000 changes instead, newest first.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the live settings: value, whether from the recipe or set live, when and by whom.
+    """Show the live settings: value, whether from the recipe or set live, when and by whom, and what is not in force.
+
+    Of several shards the first one's values and log are shown, and a warning where another has something else.
 
     Examples:
 
@@ -191,14 +204,15 @@ def settings(
       vagen buffer settings --run-dir runs/a --log --json
     """
     with user_errors(2):
-        from vagen.buffer.settings import read_changes, read_settings
+        from vagen.buffer.settings import combine_settings, read_changes, read_settings
         from vagen.tools.buffer_settings import format_changes, format_settings
 
-        client, keys = locate(run_dir, redis, run_name, shards).connect()[0]
+        parts = locate(run_dir, redis, run_name, shards).connect()
         if log:
-            text = format_changes(read_changes(client, keys), as_json=as_json)
+            text = format_changes(read_changes(*parts[0]), as_json=as_json)
         else:
-            text = format_settings(read_settings(client, keys), as_json=as_json)
+            states = combine_settings([read_settings(*part) for part in parts])
+            text = format_settings(states, as_json=as_json)
     typer.echo(text)
 
 

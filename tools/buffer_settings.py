@@ -7,12 +7,12 @@ from datetime import datetime
 
 import msgspec
 
-from vagen.buffer.settings import SettingChange, SettingState
+from vagen.buffer.settings import SettingChange, SettingState, warnings
 from vagen.common.text import printable
 
 
 def format_settings(states: Sequence[SettingState], *, as_json: bool = False) -> str:
-    """One line a setting, or a JSON list."""
+    """One line a setting and one about each that is not in force as set, or a JSON list."""
     if as_json:
         return msgspec.json.encode(states).decode()
     rows = [("setting", "value", "from", "recipe", "changed", "by")]
@@ -27,7 +27,7 @@ def format_settings(states: Sequence[SettingState], *, as_json: bool = False) ->
         )
         for state in states
     ]
-    return columns(rows)
+    return "\n".join([columns(rows), *(f"warning: {printable(line)}" for line in warnings(states))])
 
 
 def format_changes(changes: Sequence[SettingChange], *, as_json: bool = False) -> str:
@@ -65,4 +65,6 @@ def _pad(row: Sequence[str], widths: Sequence[int]) -> Iterable[str]:
 
 
 def _value(value: object, missing: str = "-") -> str:
-    return missing if value is None else printable(str(value))
+    if value is None:
+        return missing
+    return printable(value if isinstance(value, str) else msgspec.json.encode(value).decode())

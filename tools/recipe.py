@@ -15,7 +15,7 @@ from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
 from vagen.actor.harness import make_harness
 from vagen.actor.local_engine.config import EngineConfig
 from vagen.buffer.config import BufferConfig
-from vagen.buffer.selection.filters import make_filter
+from vagen.buffer.selection.filters import make_filters
 from vagen.buffer.selection.priority import get_priority
 from vagen.common.config import RunConfig, require, section
 from vagen.envs.registry import known_environments, parse_environment_config
@@ -128,15 +128,7 @@ def _check_selection(recipe: Recipe) -> None:
         priority.function,
         "a priority function for learner.selection.order priority, which draws by it",
     )
-    for index, entry in enumerate(selection.filters):
-        path = f"learner.selection.filters[{index}]"
-        chosen = make_filter(entry, path)
-        require(
-            not chosen.needs_groups or recipe.actor.group_size >= 2,
-            f"{path}.name",
-            entry.name,
-            f"a filter of single trajectories with actor.group_size {recipe.actor.group_size}",
-        )
+    make_filters(selection.filters, recipe.actor.group_size)
     estimator = get_estimator(recipe.learner.advantage.name)
     require(
         not estimator.needs_groups or selection.replay.share == 0,

@@ -19,7 +19,7 @@ from vagen.buffer.selection.units import Unit
 from vagen.common.config import Section, convert, import_object, require
 from vagen.common.errors import ConfigError
 
-__all__ = ["FILTERS", "FunctionFilter", "UnitFilter", "make_filter"]
+__all__ = ["FILTERS", "FunctionFilter", "UnitFilter", "make_filter", "make_filters"]
 
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -154,6 +154,26 @@ def make_filter(config: FilterConfig, path: str = "learner.selection.filters") -
         )
     require(not config.options, f"{path}.options", config.options, "none for a function; a UnitFilter has options")
     return FunctionFilter(function=found)
+
+
+def make_filters(
+    entries: Sequence[FilterConfig], group_size: int | None = None, path: str = "learner.selection.filters"
+) -> list[tuple[str, UnitFilter]]:
+    """All filters with their names; `group_size` is that of the actors, where it is known.
+
+    Raises `ConfigError` as `make_filter`, and for one that compares within groups where a group has one member.
+    """
+    chosen = []
+    for index, entry in enumerate(entries):
+        made = make_filter(entry, f"{path}[{index}]")
+        require(
+            not made.needs_groups or group_size is None or group_size >= 2,
+            f"{path}[{index}].name",
+            entry.name,
+            f"a filter of single trajectories with actor.group_size {group_size}",
+        )
+        chosen.append((entry.name, made))
+    return chosen
 
 
 def _ids(units: Iterable[Unit]) -> list[str]:

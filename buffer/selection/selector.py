@@ -25,9 +25,9 @@ from typing import Protocol
 
 import msgspec
 
-from vagen.buffer.manifest import Manifest, ManifestEntry
+from vagen.buffer.manifest import Drawing, Manifest, ManifestEntry
 from vagen.buffer.selection.config import SelectionConfig
-from vagen.buffer.selection.filters import make_filter
+from vagen.buffer.selection.filters import make_filters
 from vagen.buffer.selection.units import Candidate, Proposal, Unit
 
 __all__ = ["Decision", "SelectionStore", "Selector", "UnitDecision", "fit"]
@@ -86,13 +86,20 @@ class Selector:
         """Raises `ConfigError` for a filter that is not there. A `seed` makes the order `uniform` repeatable."""
         self._store = store
         self._config = config
-        self._filters = [
-            (entry.name, make_filter(entry, f"learner.selection.filters[{index}]"))
-            for index, entry in enumerate(config.filters)
-        ]
+        self._filters = make_filters(config.filters)
         self._random = random.Random(seed)
         self._remind_s = remind_s
         self._round = _Round(-1)
+
+    def use(self, config: SelectionConfig) -> None:
+        """Choose by other settings from the next claim on.
+
+        A step that waits for more begins again: all that is ready is judged anew, by the new filters alone; what was
+        dropped stays dropped and counted. Raises `ConfigError` for a filter that is not there, and changes nothing.
+        """
+        self._filters = make_filters(config.filters)
+        self._config = config
+        self._round = self._round.again()
 
     def claim(self, step: int, num_trajectories: int, timeout_s: float) -> Manifest | None:
         """The sealed batch of a step, whole units only; none when too few pass the filters within `timeout_s`.
@@ -186,6 +193,7 @@ class Selector:
             this.forget(changed)
         else:
             this.filtered += _count(dropped)
+            this.num_dropped += sum(not this.present[name] for name in dropped)
             this.trim()
         return sealed
 
@@ -201,8 +209,22 @@ class Selector:
             for member in unit.members
         ]
         entries += [_entry(candidate, 1.0 / largest, is_replayed=True) for candidate in replayed]
-        considered = this.considered if self._filters else 0
-        return Manifest(step=this.step, entries=tuple(entries), sealed_at=time.time(), considered=considered)
+        drawing = None
+        if self._config.order == "priority":
+            num_kept = sum(map(bool, this.present.values()))
+            drawing = Drawing(
+                beta=beta,
+                num_units=this.num_ready + this.num_dropped,
+                num_drawn=len(units) * this.num_judged / max(1, num_kept),
+                largest=largest,
+            )
+        return Manifest(
+            step=this.step,
+            entries=tuple(entries),
+            sealed_at=time.time(),
+            considered=this.considered if self._filters or this.filtered else 0,
+            drawing=drawing,
+        )
 
     def _remind(self, wanted: int) -> None:
         """Say why a step waits, where filters are the reason."""
@@ -233,9 +255,23 @@ class _Round:
         """Members that no filter has dropped; empty where all are."""
         self.expected_draws: dict[str, float] = {}
         """Number of ready units times the probability of each to be drawn, as of its proposal."""
+        self.num_ready = 0
+        """Units, as of the last proposal."""
+        self.num_judged = 0
+        """Units that were proposed."""
+        self.num_dropped = 0
+        """Those of them that were dropped, and so are ready no more."""
         self.considered = 0
         self.filtered: Counter[str] = Counter()
         self.started = self.reminded = time.monotonic()
+
+    def again(self) -> _Round:
+        """The step from its beginning, with what is counted of it so far."""
+        fresh = _Round(self.step)
+        fresh.considered, fresh.filtered = self.filtered.total(), self.filtered
+        fresh.num_judged = fresh.num_dropped = self.num_dropped
+        fresh.started, fresh.reminded = self.started, self.reminded
+        return fresh
 
     @property
     def kept(self) -> list[Unit]:
@@ -263,7 +299,9 @@ class _Round:
 
     def add(self, proposal: Proposal) -> bool:
         """Take in what is new; returns whether the proposal was all that is ready."""
+        self.num_ready = proposal.num_units
         for unit in proposal.units:
+            self.num_judged += unit.name not in self.present
             if self.present.get(unit.name) == {member.trajectory_id for member in unit.members}:
                 continue
             self.considered += len(unit) - len(self.present.get(unit.name, ()))

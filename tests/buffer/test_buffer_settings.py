@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from vagen.buffer.connection import make_client
 from vagen.buffer.keys import Keys
+from vagen.buffer.live_settings import LIVE_SETTINGS
 from vagen.buffer.requests import Ask, Beat
-from vagen.buffer.settings import LIVE_SETTINGS, change_settings, read_changes, read_settings
+from vagen.buffer.settings import change_settings, read_changes, read_settings
 from vagen.common.errors import ConfigError
 from vagen.common.wire import CreditRequest
 from vagen.tools.cli import app
