@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import redis
+from msgspec import structs
 
 from vagen.buffer.accounting import (
     Accounting,
     BufferStatus,
     ReadyStaleness,
+    add_accountings,
+    add_statuses,
     read_accounting,
     read_ready_staleness,
     read_status,
 )
 from vagen.buffer.keys import Key, Keys
-from vagen.buffer.settings import SettingState, read_settings
+from vagen.buffer.settings import SettingState, combine_settings, read_settings
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +64,32 @@ def read_overview(client: redis.Redis, keys: Keys) -> Overview:
         settings=read_settings(client, keys),
         engines=_read_engines(client, keys),
         stored=int(client.hget(keys[Key.STAT], "stored") or 0),  # type: ignore[arg-type]
+    )
+
+
+def add_overviews(parts: Sequence[Overview]) -> Overview:
+    """Several shards as one: sums, the settings marked where they differ, and each engine once with its longest lease.
+
+    Of an engine that several shards announce the lowest version counts; it takes no traffic where one says so.
+    """
+    units: Counter[int] = Counter()
+    engines: dict[str, EngineView] = {}
+    for part in parts:
+        units.update(part.staleness.units)
+        for engine in part.engines:
+            known = engines.setdefault(engine.url, engine)
+            versions = (known.policy_version, engine.policy_version)
+            lowest = None if None in versions else min(v for v in versions if v is not None)
+            longest = max(known.lease_s, engine.lease_s)
+            engines[engine.url] = structs.replace(known, lease_s=longest, policy_version=lowest)
+    return Overview(
+        at=parts[-1].at,
+        accounting=add_accountings([part.accounting for part in parts]),
+        status=add_statuses([part.status for part in parts]),
+        staleness=ReadyStaleness(units=dict(sorted(units.items()))),
+        settings=combine_settings([part.settings for part in parts]),
+        engines=[engines[url] for url in sorted(engines)],
+        stored=sum(part.stored for part in parts),
     )
 
 

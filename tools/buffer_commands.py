@@ -247,7 +247,7 @@ def top(
     redis: Redis = None,
     run_name: RunName = None,
     shards: Shards = 1,
-    shard: Annotated[int, typer.Option("--shard", min=0, help="Which shard to look at.")] = 0,
+    shard: Annotated[int | None, typer.Option("--shard", min=0, help="One shard alone; all as one by default.")] = None,
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One look as JSON.")] = False,
@@ -271,9 +271,12 @@ def top(
 
         address = locate(run_dir, redis, run_name, shards)
         parts = address.connect()
-        require(shard < len(parts), "buffer --shard", shard, f"0 <= int < {len(parts)}")
-        title = f"buffer of run {address.run_name}" + (f" · shard {shard} of {len(parts)}" if len(parts) > 1 else "")
-        watch = Watch(*parts[shard], title, None if run_dir is None else quarantine_dir(run_dir, shard))
+        require(shard is None or shard < len(parts), "buffer --shard", shard, f"0 <= int < {len(parts)}")
+        chosen = range(len(parts)) if shard is None else [shard]
+        which = f"{len(parts)} shards" if shard is None else f"shard {shard} of {len(parts)}"
+        title = f"buffer of run {address.run_name}" + (f" · {which}" if len(parts) > 1 else "")
+        quarantines = [] if run_dir is None else [quarantine_dir(run_dir, index) for index in chosen]
+        watch = Watch([parts[index] for index in chosen], title, quarantines)
         console = Console()
         if once or as_json or not console.is_terminal:
             show_once(watch, interval, as_json=as_json, console=console)

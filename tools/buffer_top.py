@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rich.text import Text
 from vagen.buffer.accounting import REASONS
 from vagen.buffer.connection import TRANSIENT
 from vagen.buffer.keys import Keys
-from vagen.buffer.overview import Overview, rates, read_overview
+from vagen.buffer.overview import Overview, add_overviews, rates, read_overview
 from vagen.buffer.quarantine import read_quarantine
 from vagen.common.text import printable
 
@@ -52,23 +52,26 @@ class Frame:
 
 
 class Watch:
-    """Looks at one shard; each frame knows the rates since the last."""
+    """Looks at one shard, or at several as one; each frame knows the rates since the last."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, title: str, quarantine: Path | None) -> None:
-        self._client = client
-        self._keys = keys
+    def __init__(self, shards: Sequence[tuple[redis.Redis, Keys]], title: str, quarantines: Sequence[Path]) -> None:
+        """A client and the keys of each shard, and the folders of what they refused where those are at hand."""
+        self._shards = shards
         self._title = title
-        self._quarantine = quarantine
+        self._quarantines = quarantines
         self._last: Frame | None = None
 
     def look(self) -> Frame:
         """May raise one of `connection.TRANSIENT`."""
-        overview = read_overview(self._client, self._keys)
+        overview = add_overviews([read_overview(client, keys) for client, keys in self._shards])
+        refused = [len(read_quarantine(folder)) for folder in self._quarantines]
         self._last = Frame(
             title=self._title,
             overview=overview,
             rates=rates(self._last.overview if self._last else None, overview),
-            quarantined=None if self._quarantine is None else len(read_quarantine(self._quarantine)),
+            quarantined=sum(len(read_quarantine(folder)) for folder in self._quarantines)
+            if self._quarantines
+            else None,
         )
         return self._last
 
@@ -211,11 +214,20 @@ def _settings_panel(frame: Frame) -> Panel:
     text = Text()
     for state in frame.overview.settings:
         is_live = state.source == "live"
-        shown = "–" if state.value is None else printable(str(state.value), 60)
+        value = state.value if state.by_shard is None else state.by_shard
+        shown = "–" if value is None else printable(value if isinstance(value, str) else as_json(value), 60)
         text.append(f"{state.name} ", style="dim")
         text.append(shown, style="bold yellow" if is_live else "")
-        text.append(" (live)   " if is_live else "   ", style="yellow")
+        text.append(" (live)" if is_live else "", style="yellow")
+        text.append(" not in force" if state.problem else "", style="bold red")
+        text.append(" shards differ" if state.by_shard else "", style="bold red")
+        text.append("   ")
     return Panel(text, title="settings", title_align="left")
+
+
+def as_json(value: object) -> str:
+    """The value in one line."""
+    return msgspec.json.encode(value).decode()
 
 
 def megabytes(size: int) -> str:
