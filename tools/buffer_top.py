@@ -69,9 +69,7 @@ class Watch:
             title=self._title,
             overview=overview,
             rates=rates(self._last.overview if self._last else None, overview),
-            quarantined=sum(len(read_quarantine(folder)) for folder in self._quarantines)
-            if self._quarantines
-            else None,
+            quarantined=sum(refused) if refused else None,
         )
         return self._last
 

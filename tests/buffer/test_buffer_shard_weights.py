@@ -76,18 +76,19 @@ def test_a_part_that_was_not_drawn_keeps_its_weights():
 
 def test_a_sealed_part_says_how_it_was_drawn(bench):
     bench = bench(priority=PriorityConfig(function="total_reward"))
-    bench.learn(batch_size=2)
+    bench.learn(batch_size=4)
+    selector = bench.selector(["all_same"], order="priority", beta=0.5)
     for _ in range(2):
-        bench.store_group("00")
-    for _ in range(4):
+        bench.store_group("11")
+    assert selector.claim(0, 4, 0) is None
+    for _ in range(2):
         bench.store_group("01")
-    selector = bench.selector(["all_same"], order="priority", beta=1.0)
-    first, left = selector.claim(0, 4, 0), selector.claim(1, 4, 0)
-    assert first.drawing.num_units == 6 and first.drawing.beta == 1.0
-    assert first.drawing.num_drawn >= 2 and left.drawing.num_units == bench_units_left(first)
-    assert max(entry.weight for entry in first.entries) == 1.0
+    drawing = selector.claim(0, 4, 0).drawing
+    assert drawing == Drawing(beta=0.5, num_units=4, num_drawn=4.0, largest=1.0), "two were drawn and dropped before"
 
 
-def bench_units_left(first):
-    """Units that were ready before the second step: those that were neither taken nor dropped."""
-    return 6 - 2 - sum(first.filtered.values()) // 2
+def test_other_orders_draw_nothing(bench):
+    bench = bench()
+    bench.learn()
+    bench.store_one()
+    assert bench.selector(order="uniform").claim(0, 1, 0).drawing is None

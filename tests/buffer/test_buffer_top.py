@@ -107,7 +107,7 @@ def test_several_shards_are_shown_as_one_and_where_they_differ(valkey, make_traj
     assert (told["accounting"]["ready"], told["stored"], told["staleness"]["units"]) == (5, 5, {"0": 5})
     assert {s["name"]: s["by_shard"] for s in told["settings"] if s["by_shard"]} == {"max_running": [256, 9]}
     assert json.loads(CliRunner().invoke(app, [*where, "--json", "--shard", "1"]).stdout)["stored"] == 3
-    text = CliRunner().invoke(app, [*where, "--once"], env={"COLUMNS": "120"}).stdout
+    text = CliRunner().invoke(app, [*where, "--once"], env={"COLUMNS": "300"}).stdout
     assert "buffer of run run · 2 shards" in text and "max_running [256,9] shards differ" in text
     shown = CliRunner().invoke(app, ["buffer", "settings", *where[2:-2]]).stdout
     assert "warning: max_running: shards differ, 0 has 256, 1 has 9" in shown
