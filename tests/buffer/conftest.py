@@ -18,7 +18,7 @@ from ulid import ULID
 
 from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import make_client
-from vagen.buffer.keys import Key, Keys
+from vagen.buffer.keys import Key, Keys, Shard
 from vagen.buffer.learner_store import LearnerStore
 from vagen.buffer.requests import Put, read_request
 from vagen.buffer.selection.config import FilterConfig, SelectionConfig
@@ -26,6 +26,7 @@ from vagen.buffer.selection.priority import Prioritizer
 from vagen.buffer.selection.selector import Selector
 from vagen.buffer.server import EmbeddedValkey
 from vagen.buffer.service import Ready, read_ready, ready_path
+from vagen.buffer.sharded_store import connect_store
 from vagen.buffer.store import IngestStore, Outcome
 from vagen.common.curve import ActorKeys
 from vagen.common.trajectory import RewardEntry, Trajectory
@@ -352,3 +353,23 @@ def heartbeat() -> Callable[..., Heartbeat]:
         return Heartbeat(**(values | fields))
 
     return make
+
+
+class TwoShards:
+    """The ingests' stores of two shards on one Valkey and the learner's over both, at step 0 and version 1."""
+
+    def __init__(self, valkey: EmbeddedValkey, make: Callable[..., Trajectory], **config: Any) -> None:
+        self.url = valkey.url
+        self.benches = [Bench(valkey, make, shards=2, **config) for _ in range(2)]
+        self.places = [(make_client(valkey.url), Keys("run", Shard(index, 2))) for index in range(2)]
+        for index, bench in enumerate(self.benches):
+            bench.store = IngestStore(valkey.url, "run", bench.config, index)
+            bench.store.announce()
+        self.learner = connect_store(valkey.url, "run", num_shards=2)
+        self.learner.register("learner", step=0, batch_size=4, max_staleness=2)
+        self.learner.record_version(self.learner.next_version(), "learner", 0, "checksum")
+
+
+@pytest.fixture
+def two_shards(valkey: EmbeddedValkey, make_trajectory: Callable[..., Trajectory]) -> Callable[..., TwoShards]:
+    return lambda **config: TwoShards(valkey, make_trajectory, **config)

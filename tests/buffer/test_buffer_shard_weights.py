@@ -7,8 +7,9 @@ import itertools
 import pytest
 
 from vagen.buffer.manifest import Drawing, Manifest, ManifestEntry
-from vagen.buffer.selection.config import PriorityConfig
-from vagen.buffer.sharded_store import merge
+from vagen.buffer.selection.config import PriorityConfig, SelectionConfig
+from vagen.buffer.settings import change_settings
+from vagen.buffer.sharded_store import make_selector, merge
 
 SHARDS = [{"a": 1.0, "b": 3.0}, {"c": 2.0, "d": 2.0, "e": 8.0}]
 """Weight of each unit of two shards."""
@@ -92,3 +93,19 @@ def test_other_orders_draw_nothing(bench):
     bench.learn()
     bench.store_one()
     assert bench.selector(order="uniform").claim(0, 1, 0).drawing is None
+
+
+def test_shards_set_to_priority_live_seal_one_batch_of_its_weights(two_shards):
+    """Shard 0 gives 2 of its 2 units, of rewards 1 and 3, shard 1 gives 2 of 2, of rewards 4 and 8."""
+    parts = two_shards(priority=PriorityConfig(function="total_reward"))
+    selector = make_selector(parts.learner, SelectionConfig(beta=1.0))
+    for place in parts.places:
+        change_settings(*place, {"order": "priority"}, "somebody")
+    stored = {}
+    for bench, rewards in zip(parts.benches, ((1.0, 3.0), (4.0, 8.0)), strict=True):
+        stored |= {bench.store_scored(True, reward=reward): reward for reward in rewards}
+    batch = selector.claim(0, 4, 0)
+    found = {stored[entry.trajectory_id]: entry.weight for entry in batch.entries}
+    # 1 / (N p): p = (1 / 2) (1 / 4) and so on, the largest is that of reward 1: 2.
+    assert found == pytest.approx({1.0: 1.0, 3.0: 1 / 3, 4.0: 3 / 4, 8.0: 3 / 8})
+    assert parts.learner.wait_sealed(0, 0) == batch, "what other ranks see"

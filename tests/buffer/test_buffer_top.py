@@ -11,22 +11,16 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from vagen.buffer.accounting import read_ready_staleness
-from vagen.buffer.config import BufferConfig
 from vagen.buffer.connection import make_client
-from vagen.buffer.keys import Keys, Shard
-from vagen.buffer.learner_store import LearnerStore
-from vagen.buffer.requests import Beat, read_request
+from vagen.buffer.keys import Keys
+from vagen.buffer.requests import Beat
 from vagen.buffer.settings import change_settings
-from vagen.buffer.sharded_store import connect_store
-from vagen.buffer.store import IngestStore
-from vagen.common.wire import Kind, encode_trajectory
 from vagen.tools.buffer_top import Watch, render
 from vagen.tools.cli import app
 
@@ -86,23 +80,13 @@ def test_one_frame_for_people(busy):
         assert part in text, part
 
 
-def test_several_shards_are_shown_as_one_and_where_they_differ(valkey, make_trajectory):
-    """Two shards of a run on one server; the second holds another value of one setting."""
-    clients = []
-    for index, number in enumerate((2, 3)):
-        shard = Shard(index, 2)
-        ingest = IngestStore(valkey.url, "run", BufferConfig(shards=2), index)
-        ingest.announce()
-        learner = LearnerStore.connect(valkey.url, "run", timeout_s=10, shard=shard)
-        learner.register("learner", step=0, batch_size=4, max_staleness=2)
-        learner.record_version(learner.next_version(), "learner", 0, "checksum")
-        for seq in range(number):
-            made = make_trajectory(actor_id=f"actor-{index}", actor_seq=seq + 1)
-            frames = [memoryview(frame) for frame in (b"peer", Kind.PUT.value, *encode_trajectory(made))]
-            ingest.commit([read_request(frames, "run", 1 << 30)], time.time())
-        clients.append((make_client(valkey.url), Keys("run", shard)))
-    change_settings(*clients[1], {"max_running": 9}, "somebody")
-    where = ("buffer", "top", "--redis", valkey.url, "--run", "run", "--shards", "2", "--interval", "0.1")
+def test_several_shards_are_shown_as_one_and_where_they_differ(two_shards):
+    parts = two_shards()
+    for bench, number in zip(parts.benches, (2, 3), strict=True):
+        for _ in range(number):
+            bench.store_one()
+    change_settings(*parts.places[1], {"max_running": 9}, "somebody")
+    where = ("buffer", "top", "--redis", parts.url, "--run", "run", "--shards", "2", "--interval", "0.1")
     told = json.loads(CliRunner().invoke(app, [*where, "--json"]).stdout)
     assert (told["accounting"]["ready"], told["stored"], told["staleness"]["units"]) == (5, 5, {"0": 5})
     assert {s["name"]: s["by_shard"] for s in told["settings"] if s["by_shard"]} == {"max_running": [256, 9]}
@@ -111,10 +95,9 @@ def test_several_shards_are_shown_as_one_and_where_they_differ(valkey, make_traj
     assert "buffer of run run · 2 shards" in text and "max_running [256,9] shards differ" in text
     shown = CliRunner().invoke(app, ["buffer", "settings", *where[2:-2]]).stdout
     assert "warning: max_running: shards differ, 0 has 256, 1 has 9" in shown
-    store = connect_store(valkey.url, "run", num_shards=2)
-    assert store.changed_settings()["max_running"]["by_shard"] == [256, 9]
-    change_settings(*clients[0], {"max_running": 9}, "somebody")
-    assert store.changed_settings() == {"max_running": {"value": 9, "source": "live"}}
+    assert parts.learner.changed_settings()["max_running"]["by_shard"] == [256, 9]
+    change_settings(*parts.places[0], {"max_running": 9}, "somebody")
+    assert parts.learner.changed_settings() == {"max_running": {"value": 9, "source": "live"}}
 
 
 def test_empty_run_is_shown_too(bench):
