@@ -42,6 +42,8 @@ class EngineLease(NamedTuple):
     incarnation: str
     lease_s: float
     """Seconds until the announcement ends, by this machine's clock."""
+    version: int
+    """Of the weights with which it was admitted to traffic; -1 while it is not."""
 
 
 class LearnerStore:
@@ -266,15 +268,18 @@ class LearnerStore:
         def call() -> Any:
             pipe = self._client.pipeline(transaction=True)
             pipe.hgetall(self._keys[Key.ENGINES])
+            pipe.hgetall(self._keys[Key.ADMITTED])
             pipe.zrange(self._keys[Key.ENGINE_LEASES], 0, -1, withscores=True)
             return pipe.execute()
 
-        announced, leases = self._patiently("engines", call)
+        announced, admitted, leases = self._patiently("engines", call)
         now = time.time()
         found = []
         for url, end in leases:
             info = json.loads(announced[url])
-            found.append(EngineLease(url.decode(), info["kind"], info["incarnation"], max(0.0, float(end) - now)))
+            version = int(json.loads(admitted[url])["version"]) if url in admitted else -1
+            lease_s = max(0.0, float(end) - now)
+            found.append(EngineLease(url.decode(), info["kind"], info["incarnation"], lease_s, version))
         return sorted(found)
 
     def admit_engine(self, url: str, incarnation: str, version: int) -> bool:

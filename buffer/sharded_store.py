@@ -136,11 +136,12 @@ class ShardedStore:
     # -- engines ------------------------------------------------------------------------------------------------
 
     def engines(self) -> list[EngineLease]:
-        """As `LearnerStore.engines`: those of all shards, once each, with the longest lease."""
+        """As `LearnerStore.engines`: those of all shards, once each, with the longest lease and the least version."""
         found: dict[tuple[str, str, str], EngineLease] = {}
         for lease in (lease for shard in self.shards for lease in shard.engines()):
             known = found.setdefault(lease[:3], lease)
-            found[lease[:3]] = max(known, lease)
+            lease_s, version = max(known.lease_s, lease.lease_s), min(known.version, lease.version)
+            found[lease[:3]] = lease._replace(lease_s=lease_s, version=version)
         return sorted(found.values())
 
     def admit_engine(self, url: str, incarnation: str, version: int) -> bool:

@@ -106,6 +106,10 @@ class Broadcaster:
             raise BroadcastError(f"version {version} reached none of {len(engines)} engines: {dict(report.failed)}")
         return report
 
+    def forget(self, engine: str) -> None:
+        """Leave the group with an engine (base URL) that is no longer published to."""
+        self._links.drop(engine)
+
     def close(self) -> None:
         """Leave all groups."""
         self._links.close()

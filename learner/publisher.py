@@ -66,14 +66,18 @@ class Publisher:
         version = self.store.next_version()
         self.store.record_version(version, self.incarnation, step, checksum="")
         self._snapshot = _Snapshot(version, tensors)
-        report = self._send(self.store.engines())
+        report = self._send(self._present())
         self.store.record_version(version, self.incarnation, step, report.checksum)
         return Published(version=version, step=step, report=report)
 
     def tend_members(self) -> PublishReport | None:
-        """Send the last version to engines that joined since; None when none did."""
-        announced = self.store.engines()
-        joiners = [engine for engine in announced if self._members.get(engine.url) != engine.incarnation]
+        """Send the last version to engines that joined since; None when none did.
+
+        The others are not asked to pause. One whose announcement had ended joins again when it comes back: the end took
+        it out of traffic.
+        """
+        serving = {(url, incarnation, self.version) for url, incarnation in self._members.items()}
+        joiners = [e for e in self._present() if (e.url, e.incarnation, e.version) not in serving]
         if self._snapshot is None or not joiners:
             return None
         return self._send(joiners)
@@ -81,6 +85,15 @@ class Publisher:
     def close(self) -> None:
         """Leave the groups."""
         self.broadcaster.close()
+
+    def _present(self) -> list[EngineLease]:
+        """Engines that actors announce; those that left are members no more."""
+        announced = self.store.engines()
+        for url in self._members.keys() - {engine.url for engine in announced}:
+            logger.info("%s has left", url)
+            self._members.pop(url)
+            self.broadcaster.forget(url)
+        return announced
 
     def _send(self, engines: Sequence[EngineLease]) -> PublishReport:
         assert self._snapshot is not None

@@ -11,7 +11,9 @@ All methods but `discard` run on one thread, the engine's administration thread,
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 _HEAD = "lm_head.weight"
 _MAX_GROUPS = 4
 """Trainers that died leave their groups behind: the oldest makes room."""
+_JOIN_MARGIN_S = 0.5
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -64,6 +67,28 @@ def engine_name(name: str) -> str:
     return name
 
 
+def _within(timeout_s: float, join: Callable[[], ProcessGroup]) -> ProcessGroup:
+    """The group that `join` makes, within a little more than its own time-out. Raises TimeoutError, or what it raises.
+
+    The store's time-outs hold against a trainer that is gone. One that hangs keeps the connection open, and giving up a
+    wait asks it for an answer: that thread is left alone until the trainer goes on or ends.
+    """
+    future: Future[ProcessGroup] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(join())
+        except Exception as error:  # raised below, by whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="join", daemon=True).start()
+    try:
+        return future.result(timeout_s + _JOIN_MARGIN_S)
+    except TimeoutError:
+        future.add_done_callback(lambda late: None if late.exception() else leave_group(late.result()))
+        raise TimeoutError(f"the trainer did not answer in {timeout_s:g} s") from None
+
+
 class WeightReceiver:
     """Receives weights into a staging area."""
 
@@ -80,12 +105,14 @@ class WeightReceiver:
             raise WeightUpdateError(f"group_name: {name} exists; destroy it first")
         while len(self._groups) >= _MAX_GROUPS:
             self.destroy_group(next(iter(self._groups)))
-        try:
+
+        def join() -> ProcessGroup:
             store = connect_store(host, port, self._timeout_s)
-            self._groups[name] = join_group(
-                store, name, rank=rank, world_size=world_size, backend=backend, timeout_s=self._timeout_s
-            )
-        except (RuntimeError, ValueError) as error:
+            return join_group(store, name, rank=rank, world_size=world_size, backend=backend, timeout_s=self._timeout_s)
+
+        try:
+            self._groups[name] = _within(self._timeout_s, join)
+        except (RuntimeError, ValueError, TimeoutError) as error:
             raise WeightUpdateError(f"group {name} at {host}:{port}: {error}") from error
         logger.info("joined group %s at %s:%d as %d of %d", name, host, port, rank, world_size)
 

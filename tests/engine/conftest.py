@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -50,6 +53,39 @@ BROADCAST_TIMEOUT_S = 4.0
 torch.set_num_threads(1)
 
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["vagen.actor.local_engine.main", "vagen.learner.broadcast"])
+
+
+class ForkedScript:
+    """A script of this folder, forked from a process that has imported what takes long; as `subprocess.Popen`."""
+
+    def __init__(self, script: str, arguments: Sequence[str], log: Path) -> None:
+        here = Path(__file__).parent
+        given = {"script": str(here / script), "arguments": list(arguments), "log": str(log)}
+        launch = (str(here / "forked.py"), given, "__main__")
+        # Daemons end with this process, whatever becomes of their test.
+        self._process = _FORKS.Process(target=runpy.run_path, args=launch, daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, f"not ended within {timeout_s} s"
+        return self._process.exitcode
+
+
 @dataclass
 class EngineHandle:
     """A running engine under test, and the model whose weights it should have."""
@@ -58,8 +94,12 @@ class EngineHandle:
     api_key: str | None
     admin_key: str | None
     reference: Any
-    process: subprocess.Popen[bytes] | None = None
+    process: Any = None
+    """A `subprocess.Popen` or a `ForkedScript`."""
     model_dir: Path = Path()
+    config: dict[str, Any] = field(default_factory=dict)
+    fault: Path = Path()
+    """Where the engine looks for what is to happen to it."""
     forbidden: Sequence[int] = ()
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64))
 
@@ -128,6 +168,17 @@ class EngineHandle:
         """Version of the weights that the engine reports."""
         return str(self.call("/model_info", key=self.api_key)[1]["weight_version"])
 
+    def checksums(self) -> dict[str, str]:
+        """Of the weights in force, by engine name."""
+        checksums: dict[str, str] = self.admin("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
+        return checksums
+
+    def arm(self, point: str, number: int, pid: int | None = None) -> None:
+        """Send a signal, to the engine itself unless told, when it next comes to a point of `engine_worker.py`."""
+        partial = self.fault.with_suffix(".partial")
+        partial.write_text(json.dumps({"point": point, "pid": pid or self.process.pid, "signal": number}))
+        partial.replace(self.fault)
+
     def perturbed(self, scale: float = 0.05, only: str = "") -> Any:
         """A copy of the reference with other weights."""
         model = type(self.reference)(self.reference.config).float().eval()
@@ -148,6 +199,7 @@ class Lab:
     handle = EngineHandle
     png = staticmethod(tiny.make_png)
     weights = staticmethod(tiny.engine_weights)
+    fork = ForkedScript
     logprobs_of = staticmethod(tiny.logprobs_of)
     gather_logprobs = staticmethod(tiny.gather_logprobs)
     inputs = staticmethod(tiny.model_inputs)
@@ -203,40 +255,43 @@ class EngineStarter:
         """So many engines, started at the same time."""
         first = len(list(self._folder.glob("*.log")))
         started = [self._start(f"{first + i}", config) for i in range(count)]
-        handles = []
-        for process, ready, log in started:
+        for handle, ready, log in started:
             deadline = time.monotonic() + 120
             while not ready.exists():
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                assert handle.process.poll() is None and time.monotonic() < deadline, log.read_text()
                 time.sleep(0.02)
             told = json.loads(ready.read_text())
-            assert told["pid"] == process.pid
-            handle = EngineHandle(
-                url=told["url"],
-                api_key=config.get("api_key"),
-                admin_key=config.get("admin_api_key"),
-                reference=self._reference,
-                process=process,
-                model_dir=self._model_dir,
-                forbidden=tiny.forbidden_of(self._reference),
-            )
-            self._handles.append(handle)
-            handles.append(handle)
-        return handles
+            assert told["pid"] == handle.process.pid
+            handle.url = told["url"]
+        return [handle for handle, _, _ in started]
 
-    def _start(self, name: str, config: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Path, Path]:
+    def again(self, handle: EngineHandle) -> EngineHandle:
+        """An engine that has ended, started anew under its URL."""
+        (started,) = self(**handle.config | {"port": urlsplit(handle.url).port})
+        return started
+
+    def _start(self, name: str, config: dict[str, Any]) -> tuple[EngineHandle, Path, Path]:
         ready, log = self._folder / f"{name}.json", self._folder / f"{name}.log"
-        worker = Path(__file__).with_name("engine_worker.py")
+        log.touch()
         defaults = {"max_context": 4096, "max_new_tokens_limit": 4000, "broadcast_timeout_s": BROADCAST_TIMEOUT_S}
-        command = [sys.executable, str(worker), str(self._model_dir), str(ready), json.dumps(defaults | config)]
-        with log.open("wb") as file:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(command, stdout=file, stderr=file, env=environment), ready, log
+        words = [str(self._model_dir), str(ready), json.dumps(defaults | config)]
+        handle = EngineHandle(
+            url="",
+            api_key=config.get("api_key"),
+            admin_key=config.get("admin_api_key"),
+            reference=self._reference,
+            process=ForkedScript("engine_worker.py", words, log),
+            model_dir=self._model_dir,
+            config=config,
+            fault=ready.with_suffix(".fault"),
+            forbidden=tiny.forbidden_of(self._reference),
+        )
+        self._handles.append(handle)
+        return handle, ready, log
 
     def stop_all(self) -> None:
         """Kill what still runs."""
         for handle in self._handles:
-            assert handle.process is not None
             handle.process.kill()
             handle.process.wait()
             handle.threads.shutdown(wait=False)
@@ -284,10 +339,8 @@ class SGLangStarter:
     def stop_all(self) -> None:
         """End what still runs; SGLang needs to be asked, or its schedulers stay."""
         for handle in self._handles.values():
-            assert handle.process is not None
             handle.process.terminate()
         for handle in self._handles.values():
-            assert handle.process is not None
             handle.process.wait(60)
             handle.threads.shutdown(wait=False)
 

@@ -1,14 +1,9 @@
-"""Publishes to several engines of which one fails, at each step, in each way; and engines whose trainer fails."""
+"""Publishes to several engines that all live; those that do not are in `test_publish_faults.py`."""
 
 from __future__ import annotations
 
 import base64
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,25 +11,14 @@ import torch
 from vagen.common.errors import BroadcastError, ConfigError, EngineError, EngineUnavailableError
 from vagen.learner.broadcast import Broadcaster, ProbePrompt, checksum, probe_engine
 from vagen.learner.config import BroadcastConfig
-from vagen.learner.engine_control import EngineControl
 from vagen.learner.engine_links import address_towards
 
-STEPS = (
-    "/init_weights_update_group",
-    "/update_weights_from_distributed",
-    "/end_weight_update",
-    "/continue_generation",
-    pytest.param("/pause_generation", marks=pytest.mark.slow),
-    pytest.param("/begin_weight_update", marks=pytest.mark.slow),
-    pytest.param("/weights_checker", marks=pytest.mark.slow),
-)
 PAUSE_TIMEOUT_S = 2.0
 
 
 @pytest.fixture(scope="module")
 def engines(start_engines):
-    """A survivor, one that is stopped and goes on, and two to kill."""
-    return start_engines(4, pause_timeout_s=PAUSE_TIMEOUT_S, max_context=256, max_new_tokens_limit=200)
+    return start_engines(2, pause_timeout_s=PAUSE_TIMEOUT_S, max_context=256, max_new_tokens_limit=200)
 
 
 @pytest.fixture
@@ -42,23 +26,6 @@ def broadcaster(lab):
     trainer = Broadcaster(BroadcastConfig(broadcast_timeout_s=lab.broadcast_timeout_s, bucket_bytes=30_000))
     yield trainer
     trainer.close()
-
-
-@pytest.fixture
-def fault(monkeypatch):
-    """Calls a function once, just before a path is posted to an engine."""
-
-    def install(engine, path, function):
-        post, armed = EngineControl.post, [function]
-
-        async def post_after_fault(self, posted, body=None):
-            if armed and self.url == engine.url and posted == path:
-                armed.pop()()
-            return await post(self, posted, body)
-
-        monkeypatch.setattr(EngineControl, "post", post_after_fault)
-
-    return install
 
 
 def new_weights(engine, lab):
@@ -97,50 +64,11 @@ def test_a_head_tied_to_the_embedding_may_come_along(engines, lab, broadcaster):
     assert_serves(engines[0], lab, model, 3)
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_hung_engine_costs_the_time_out_and_comes_back(engines, lab, broadcaster, fault, step):
-    survivor, victim = engines[:2]
-    urls = [survivor.url, victim.url]
-    model, weights = new_weights(survivor, lab)
-    if step != STEPS[0]:
-        assert broadcaster.publish(weights, 10, urls).ok == tuple(urls)
-    fault(victim, step, lambda: os.kill(victim.process.pid, signal.SIGSTOP))
-    model, weights = new_weights(survivor, lab)
-    start = time.monotonic()
-    report = broadcaster.publish(weights, 11, urls)
-    seconds = time.monotonic() - start
-    try:
-        assert report.ok == (survivor.url,) and list(report.failed) == [victim.url]
-        assert seconds < lab.broadcast_timeout_s + 1
-        assert report.stall_s < 1
-        assert_serves(survivor, lab, model, 11)
-    finally:
-        os.kill(victim.process.pid, signal.SIGCONT)
-    victim.wait_until(lambda: not victim.call("/server_info")[1]["paused"], "resumed", 3 * PAUSE_TIMEOUT_S)
-    model, weights = new_weights(survivor, lab)
-    # It may still be at what it had begun: that ends at its own time-out.
-    failures = []
-    while failed := broadcaster.publish(weights, 12, urls).failed:
-        failures.append(failed)
-        assert len(failures) < 3, failures
-    assert_serves(victim, lab, model, 12)
-
-
-@pytest.mark.parametrize(("index", "step"), [(2, "/update_weights_from_distributed"), (3, "/end_weight_update")])
-def test_a_killed_engine_costs_next_to_nothing(engines, lab, broadcaster, fault, index, step):
-    survivor, victim = engines[0], engines[index]
-    urls = [victim.url, survivor.url]
-    model, weights = new_weights(survivor, lab)
-    assert broadcaster.publish(weights, 20, urls).ok == tuple(urls)
-    fault(victim, step, lambda: (victim.process.kill(), victim.process.wait()))
-    model, weights = new_weights(survivor, lab)
-    report = broadcaster.publish(weights, 21, urls)
-    assert report.ok == (survivor.url,) and victim.url in report.failed
-    assert report.seconds < lab.broadcast_timeout_s
-    assert_serves(survivor, lab, model, 21)
+def test_a_publish_that_must_reach_one_says_so_when_it_reached_none(engines, lab, broadcaster):
+    _, weights = new_weights(engines[0], lab)
+    assert broadcaster.publish(weights, 22, ["http://127.0.0.1:9"]).ok == ()
     with pytest.raises(BroadcastError, match="reached none of 1 engines"):
-        broadcaster.publish(weights, 22, [victim.url], require_one=True)
-    assert broadcaster.publish(weights, 22, [victim.url]).ok == ()
+        broadcaster.publish(weights, 22, ["http://127.0.0.1:9"], require_one=True)
 
 
 def test_a_refused_update_leaves_the_engine_as_it_was_and_running(engines, lab, broadcaster):
@@ -169,28 +97,6 @@ def flatten_with_one_bit_wrong(tensors):
     flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
     flat[0] ^= 1
     return flat
-
-
-@pytest.mark.parametrize(
-    "path", ["/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update", "/continue_generation"]
-)
-def test_an_engine_whose_trainer_dies_goes_on(engines, lab, broadcaster, tiny_model, path):
-    engine = engines[0]
-    model, weights = new_weights(engine, lab)
-    assert broadcaster.publish(weights, 6, [engine.url]).ok
-    worker = Path(__file__).with_name("trainer_worker.py")
-    ended = subprocess.run([sys.executable, worker, engine.url, tiny_model[0], path], capture_output=True, timeout=90)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    assert engine.call("/server_info")[1]["paused"]
-    start = time.monotonic()
-    answer = engine.generate(lab.image_prompt(30), [lab.png(6)])
-    assert time.monotonic() - start < PAUSE_TIMEOUT_S + lab.broadcast_timeout_s
-    applied = path == "/continue_generation"
-    assert lab.spans(answer)[0][0] == ("7" if applied else "6")
-    if not applied:
-        assert_serves(engine, lab, model, 6)
-    assert broadcaster.publish(weights, 8, [engine.url]).ok
-    assert_serves(engine, lab, model, 8)
 
 
 def test_probe_is_of_one_version(engines, lab, broadcaster):

@@ -1,32 +1,38 @@
-"""A trainer that dies in the middle of a publish: `trainer_worker.py URL MODEL_DIR PATH`, killed before PATH is posted.
+"""A trainer that a fault ends: `trainer_worker.py URL MODEL_DIR FAULT_FILE`, which publishes version 7 to one engine.
 
-Of `/update_weights_from_distributed` it is the second post, so that the engine has received one bucket by then.
+Waits until the fault (see `engine_worker.py`) is armed. Never enters the group of the point `joining`, and never sends
+the bucket of the point `receiving N`, so that the engine is waiting when the trainer ends.
 """
 
-import os
-import signal
+import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from vagen.actor.local_engine.weights import engine_name
-from vagen.learner.broadcast import Broadcaster
+from vagen.learner import broadcast as publishing
+from vagen.learner import engine_links
 from vagen.learner.config import BroadcastConfig
-from vagen.learner.engine_control import EngineControl
+
+
+def never(*args, **kwargs):
+    threading.Event().wait()
+
 
 if __name__ == "__main__":
-    url, folder, last = sys.argv[1:]
-    post = EngineControl.post
-    posted = []
-
-    async def post_or_die(self, path, body=None):
-        posted.append(path)
-        if path == last and posted.count(path) == (2 if path == "/update_weights_from_distributed" else 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return await post(self, path, body)
-
-    EngineControl.post = post_or_die
+    url, folder, fault = sys.argv[1:]
+    while not Path(fault).exists():
+        time.sleep(0.01)
+    point, _, number = json.loads(Path(fault).read_text())["point"].partition(" ")
+    if point == "joining":
+        engine_links.join_group = never
+    if point == "receiving":
+        sends = [publishing.broadcast] * (int(number) - 1) + [never]
+        publishing.broadcast = lambda group, tensor: sends.pop(0)(group, tensor)
     tensors = load_file(Path(folder) / "model.safetensors")
     changed = [(engine_name(name), tensor + 1) for name, tensor in tensors.items()]
-    Broadcaster(BroadcastConfig(pause_mode="in_place", bucket_bytes=20_000)).publish(changed, 7, [url])
+    config = BroadcastConfig(pause_mode="in_place", bucket_bytes=20_000, broadcast_timeout_s=120.0)
+    publishing.Broadcaster(config).publish(changed, 7, [url])
