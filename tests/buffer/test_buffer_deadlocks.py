@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.selection.config import SelectionConfig
+from vagen.buffer.selection.selector import Selector
 from vagen.common.config import RunConfig
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
@@ -141,6 +143,13 @@ def make_learner(tmp_path):
         yield make
 
 
+def make_source(store, running, batch_size):
+    """The learner's source over a running service, as the first rank has it."""
+    feeding = LearnerStore.connect(running.ready.redis_url, "run")
+    selector = Selector(feeding, SelectionConfig())
+    return BufferSource(store, feeding, batch_size=batch_size, selector=selector)
+
+
 def test_claimed_batches_that_fill_the_buffer_before_the_checkpoint_is_due(
     start, make_trajectory, in_background, make_learner
 ):
@@ -151,7 +160,7 @@ def test_claimed_batches_that_fill_the_buffer_before_the_checkpoint_is_due(
     first, second = (sum(len(encode_trajectory(t)[1]) for t in batch) for batch in (small, large[:4]))
     running, client, store = start(capacity_bytes=first + second - 1000)
     assert first < (first + second - 1000) / 2
-    source = BufferSource(store, LearnerStore.connect(running.ready.redis_url, "run"), batch_size=4, order="freshest")
+    source = make_source(store, running, 4)
     client.stream(small)
     assert store.claim(0, 4, WAIT_S) is not None
     in_background(lambda: client.stream(large))
@@ -166,7 +175,7 @@ def test_a_batch_that_can_never_fit_is_an_error_that_says_what_to_change(
 ):
     trajectories = [plain_trajectory(make_trajectory, 2000, actor_seq=i + 1) for i in range(4)]
     running, client, store = start(capacity_bytes=3 * len(encode_trajectory(trajectories[0])[1]))
-    source = BufferSource(store, LearnerStore.connect(running.ready.redis_url, "run"), batch_size=4, order="freshest")
+    source = make_source(store, running, 4)
     learner = make_learner(source, total_steps=1)
     in_background(lambda: client.stream(trajectories, until=3))
     with pytest.raises(ConfigError, match=r"\$.buffer.capacity_bytes.* 3 of 4 trajectories"):

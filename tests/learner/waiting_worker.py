@@ -11,6 +11,8 @@ import threading
 from typing import Any
 
 from vagen.buffer.learner_store import LearnerStore
+from vagen.buffer.selection.config import SelectionConfig
+from vagen.buffer.selection.selector import Selector
 from vagen.learner.config import LearnerConfig
 from vagen.learner.feeder import BatchFeeder
 from vagen.learner.loop import Learner
@@ -24,7 +26,8 @@ def main(redis_url: str) -> None:
     unused: Any = None
     with parallel_session(timeout_s=120) as place:
         stores = [LearnerStore.connect(redis_url, "run") for _ in range(2)]
-        source = BufferSource(*stores, batch_size=4, order="freshest")
+        selector = Selector(stores[1], SelectionConfig()) if place.rank == 0 else None
+        source = BufferSource(*stores, batch_size=4, selector=selector)
         feeder = BatchFeeder(source, unused, dp_rank=place.dp_rank, dp_size=place.dp_size)
         learner = Learner(
             config=LearnerConfig(),
