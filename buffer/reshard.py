@@ -121,10 +121,10 @@ def _write(part: _Part, before: Sequence[_Part], next_task: int) -> None:
     home = before[0]
     pipe: Any = part.client.pipeline(transaction=True)
     for key in _COPIED:
-        pipe.delete(part.keys[key])
+        pipe.unlink(part.keys[key])
         if content := home.client.hgetall(home.keys[key]):
             pipe.hset(part.keys[key], mapping=content)
-    pipe.delete(part.keys[Key.SETTINGS_LOG])
+    pipe.unlink(part.keys[Key.SETTINGS_LOG])
     if log := home.client.lrange(home.keys[Key.SETTINGS_LOG], 0, -1):
         pipe.rpush(part.keys[Key.SETTINGS_LOG], *log)
     pipe.set(part.keys[Key.TASK_NEXT], next_task)
@@ -147,7 +147,7 @@ def _write_home(part: _Part, before: Sequence[_Part], counts: dict[str, int], ac
         (Key.REFUSED_FIELDS, fields),
         (Key.FILTERED_REASONS, reasons),
     ):
-        pipe.delete(part.keys[key])
+        pipe.unlink(part.keys[key])
         if content:
             pipe.hset(part.keys[key], mapping=content)
     version = max(int(old.client.get(old.keys[Key.VERSION]) or 0) for old in before)
@@ -156,8 +156,21 @@ def _write_home(part: _Part, before: Sequence[_Part], counts: dict[str, int], ac
 
 
 def _clear(part: _Part) -> None:
-    layout = part.keys[Key.LAYOUT].encode()
-    pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in part.keys.prefix) + "*"
-    for name in part.client.scan_iter(match=pattern, count=1000):
-        if name != layout:
-            part.client.unlink(name)
+    """Free all keys of a shard. They are named one by one: to scan for them is to see those of other runs."""
+    client, keys = part
+    for key, owners in (
+        (Key.PAYLOAD, client.hkeys(keys[Key.LIVE])),
+        (Key.REPLAY_PAYLOAD, client.hkeys(keys[Key.REPLAY_LIVE])),
+        (Key.MANIFEST, client.hkeys(keys[Key.CLAIMS])),
+        (Key.SEQ_ABOVE, client.hkeys(keys[Key.ACTORS])),
+        (Key.GROUP, _groups(part)),
+    ):
+        for owner in owners:
+            client.unlink(keys.of(key, owner.decode()))
+    client.unlink(*(keys[key] for key in Key if not key.value.endswith(":") and key is not Key.LAYOUT))
+
+
+def _groups(part: _Part) -> list[bytes]:
+    client, keys = part
+    ready = [unit[2:] for unit in client.zrange(keys[Key.READY], 0, -1) if unit.startswith(b"g:")]
+    return [*ready, *client.zrange(keys[Key.WAITING], 0, -1)]

@@ -309,6 +309,9 @@ def test_a_drained_run_gets_other_shards_and_goes_on(
     code, out = run_command("reshard", *to_three, "--evict")
     assert code == 0 and "the identity holds" in out, out
     assert run_command("reshard", *to_three, "--evict") == (0, out), "repeating it changes nothing"
+    old = Keys("run").prefix.encode()
+    left = [name for node in cluster.nodes for name in node.client.keys() if name.startswith(old)]
+    assert left == [old + b"layout"]
 
     process = running.spawn("serve")
     assert process.communicate(timeout=60)[1].count("$.buffer.shards: expected 3") == 1
