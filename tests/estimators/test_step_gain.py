@@ -32,7 +32,7 @@ def test_the_gain_is_the_product_of_both() -> None:
 def test_every_rank_gets_the_gain_of_the_global_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     parts = [(torch.randn(n, generator=generator), torch.randint(0, 40, (b,))) for n, b in ((7, 2), (100, 5))]
-    config = LossConfig()
+    config = LossConfig(staleness_power=0.5)
     told: list[torch.Tensor] = []
     for log_ratio, staleness in parts:
         step_gain(log_ratio, staleness, config, lambda totals: told.append(totals) or totals)  # type: ignore[func-returns-value]
