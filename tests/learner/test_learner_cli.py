@@ -33,7 +33,7 @@ def test_help_answers_within_a_second_of_processor_time(script):
 
 def test_help_shows_an_example():
     done, _ = run("run", "--help")
-    assert "Example: vagen-learner run" in " ".join(done.stdout.split())
+    assert "Examples: vagen-learner run" in " ".join(done.stdout.split())
 
 
 def test_a_missing_model_is_one_line(tmp_path):
