@@ -235,6 +235,21 @@ class Lab:
         assert [start for _, start, _ in spans] == edges[:-1] and edges[-1] == len(answer["output_ids"])
         return spans
 
+    @staticmethod
+    def new_weights(engine: EngineHandle) -> tuple[Any, Any]:
+        """A changed model, and its weights as they are published."""
+        model = engine.perturbed(0.02)
+        return model, Lab.weights(model)
+
+    @staticmethod
+    def assert_serves(engine: EngineHandle, model: Any, version: object) -> None:
+        """The engine generates, with these weights and under this version."""
+        ids, image = Lab.image_prompt(30), Lab.png(6)
+        answer = engine.generate(ids, [image])
+        assert Lab.spans(answer) == [(str(version), 0, 12)]
+        expected = Lab.logprobs_of(model, ids, [image], answer["output_ids"], forbidden=engine.forbidden)
+        assert max(abs(a - b) for a, b in zip(Lab.reported(answer), expected, strict=True)) < 2e-5
+
 
 @pytest.fixture(scope="session")
 def lab() -> type[Lab]:

@@ -28,44 +28,30 @@ def broadcaster(lab):
     trainer.close()
 
 
-def new_weights(engine, lab):
-    model = engine.perturbed(0.02)
-    return model, lab.weights(model)
-
-
-def assert_serves(engine, lab, model, version):
-    """The engine generates, with these weights and under this version."""
-    ids, image = lab.image_prompt(30), lab.png(6)
-    answer = engine.generate(ids, [image])
-    assert lab.spans(answer) == [(str(version), 0, 12)]
-    expected = lab.logprobs_of(model, ids, [image], answer["output_ids"], forbidden=engine.forbidden)
-    assert max(abs(a - b) for a, b in zip(lab.reported(answer), expected, strict=True)) < 2e-5
-
-
 def test_all_engines_get_the_weights_and_groups_are_kept(engines, lab, broadcaster):
     urls = [engine.url for engine in engines]
     joined = "vagen_engine_weight_updates_total"
     before = [engine.metric(joined) for engine in engines]
     for version in (1, 2):
-        model, weights = new_weights(engines[0], lab)
+        model, weights = lab.new_weights(engines[0])
         report = broadcaster.publish(weights, version, urls)
         assert report.ok == tuple(urls) and not report.failed
         assert report.checksum == checksum(list(reversed(weights)))
         assert 0 < report.stall_s < report.seconds
     assert [engine.metric(joined) for engine in engines] == [count + 2 for count in before]
     for engine in engines:
-        assert_serves(engine, lab, model, 2)
+        lab.assert_serves(engine, model, 2)
 
 
 def test_a_head_tied_to_the_embedding_may_come_along(engines, lab, broadcaster):
-    model, weights = new_weights(engines[0], lab)
+    model, weights = lab.new_weights(engines[0])
     weights.append(("lm_head.weight", model.lm_head.weight.data))
     assert broadcaster.publish(weights, 3, [engines[0].url]).ok
-    assert_serves(engines[0], lab, model, 3)
+    lab.assert_serves(engines[0], model, 3)
 
 
 def test_a_publish_that_must_reach_one_says_so_when_it_reached_none(engines, lab, broadcaster):
-    _, weights = new_weights(engines[0], lab)
+    _, weights = lab.new_weights(engines[0])
     assert broadcaster.publish(weights, 22, ["http://127.0.0.1:9"]).ok == ()
     with pytest.raises(BroadcastError, match="reached none of 1 engines"):
         broadcaster.publish(weights, 22, ["http://127.0.0.1:9"], require_one=True)
@@ -73,22 +59,22 @@ def test_a_publish_that_must_reach_one_says_so_when_it_reached_none(engines, lab
 
 def test_a_refused_update_leaves_the_engine_as_it_was_and_running(engines, lab, broadcaster):
     engine = engines[0]
-    model, weights = new_weights(engine, lab)
+    model, weights = lab.new_weights(engine)
     assert broadcaster.publish(weights, 30, [engine.url]).ok
-    _, others = new_weights(engine, lab)
+    _, others = lab.new_weights(engine)
     others[-1] = (others[-1][0], others[-1][1][:-1].clone())
     start = time.monotonic()
     report = broadcaster.publish(others, 31, [engine.url])
     assert "shapes" in report.failed[engine.url]
     assert time.monotonic() - start < PAUSE_TIMEOUT_S
     assert not engine.call("/server_info")[1]["paused"]
-    assert_serves(engine, lab, model, 30)
+    lab.assert_serves(engine, model, 30)
     assert broadcaster.publish(weights, 32, [engine.url]).ok
 
 
 def test_weights_that_arrive_changed_are_not_counted(engines, lab, broadcaster, monkeypatch):
     monkeypatch.setattr("vagen.learner.broadcast.flatten_bucket", lambda tensors: flatten_with_one_bit_wrong(tensors))
-    _, weights = new_weights(engines[0], lab)
+    _, weights = lab.new_weights(engines[0])
     report = broadcaster.publish(weights, 40, [engines[0].url])
     assert "tensors differ" in report.failed[engines[0].url]
 
@@ -101,7 +87,7 @@ def flatten_with_one_bit_wrong(tensors):
 
 def test_probe_is_of_one_version(engines, lab, broadcaster):
     engine = engines[0]
-    model, weights = new_weights(engine, lab)
+    model, weights = lab.new_weights(engine)
     assert broadcaster.publish(weights, 50, [engine.url]).ok
     image = lab.png(6)
     prompts = [

@@ -109,20 +109,6 @@ def engines(start_engines):
     return start_engines(3, pause_timeout_s=PAUSE_TIMEOUT_S, broadcast_timeout_s=TIMEOUT_S, **LIMITS)
 
 
-def new_weights(engine, lab):
-    model = engine.perturbed(0.02)
-    return model, lab.weights(model)
-
-
-def assert_serves(engine, lab, model, version):
-    """The engine generates, with these weights and under this version."""
-    ids, image = lab.image_prompt(30), lab.png(6)
-    answer = engine.generate(ids, [image])
-    assert lab.spans(answer) == [(str(version), 0, 12)]
-    expected = lab.logprobs_of(model, ids, [image], answer["output_ids"], forbidden=engine.forbidden)
-    assert max(abs(a - b) for a, b in zip(lab.reported(answer), expected, strict=True)) < 2e-5
-
-
 def paused_seconds(engines):
     return [engine.metric("vagen_engine_paused_seconds_total") for engine in engines]
 
@@ -131,13 +117,13 @@ def paused_seconds(engines):
 def test_a_lost_engine_costs_the_time_out_and_rejoins_by_checksum(engines, lab, fleet, start_engines, point, number):
     *survivors, victim = engines
     urls = [engine.url for engine in survivors]
-    model, weights = new_weights(victim, lab)
+    model, weights = lab.new_weights(victim)
     # A group is built once: the victim of `joining` is there for the second publish only.
     fleet.announce(*(survivors if point == "joining" else engines))
     first = fleet.publisher.publish(weights, 0)
     assert not first.report.failed
     fleet.announce(*engines)
-    model, weights = new_weights(victim, lab)
+    model, weights = lab.new_weights(victim)
     victim.arm(point, number)
     start = time.monotonic()
     second = fleet.publisher.publish(weights, 1)
@@ -149,7 +135,7 @@ def test_a_lost_engine_costs_the_time_out_and_rejoins_by_checksum(engines, lab, 
         assert second.report.stall_s < PAUSE_TIMEOUT_S
         assert fleet.serving() == dict.fromkeys(urls, second.version)
         for survivor in survivors:
-            assert_serves(survivor, lab, model, second.version)
+            lab.assert_serves(survivor, model, second.version)
     finally:
         if number == signal.SIGSTOP:
             os.kill(victim.process.pid, signal.SIGCONT)
@@ -162,7 +148,7 @@ def test_a_lost_engine_costs_the_time_out_and_rejoins_by_checksum(engines, lab, 
     pauses = paused_seconds(survivors)
     fleet.join(victim)
     assert fleet.serving()[victim.url] == second.version
-    assert_serves(victim, lab, model, second.version)
+    lab.assert_serves(victim, model, second.version)
     assert paused_seconds(survivors) == pauses
 
 
@@ -171,7 +157,7 @@ def test_an_engine_whose_trainer_is_lost_resumes_by_itself_with_whole_weights(
     engines, lab, fleet, tiny_model, tmp_path, point, number
 ):
     engine = engines[0]
-    model, weights = new_weights(engine, lab)
+    model, weights = lab.new_weights(engine)
     assert fleet.broadcaster.publish(weights, 6, [engine.url]).ok
     words = [engine.url, str(tiny_model[0]), str(engine.fault)]
     trainer = lab.fork("trainer_worker.py", words, tmp_path / "trainer.log")
@@ -197,13 +183,13 @@ def test_an_engine_whose_trainer_is_lost_resumes_by_itself_with_whole_weights(
     fleet.announce(engine)
     fleet.publisher.publish(weights, 8)
     fleet.join(engine)
-    assert_serves(engine, lab, model, fleet.publisher.version)
+    lab.assert_serves(engine, model, fleet.publisher.version)
 
 
 def test_weights_that_arrive_changed_give_no_traffic(engines, lab, fleet, monkeypatch):
     engine = engines[0]
     fleet.announce(engine)
-    _, weights = new_weights(engine, lab)
+    _, weights = lab.new_weights(engine)
     with monkeypatch.context() as broken:
         broken.setattr("vagen.learner.broadcast.flatten_bucket", flatten_with_one_bit_wrong)
         published = fleet.publisher.publish(weights, 0)
@@ -224,7 +210,7 @@ def test_engines_join_and_leave_without_pausing_others(engines, lab, fleet, star
     (joiner,) = start_engines(1, **LIMITS)
     urls = {engine.url for engine in engines}
     fleet.announce(*engines)
-    model, weights = new_weights(joiner, lab)
+    model, weights = lab.new_weights(joiner)
     published = fleet.publisher.publish(weights, 0)
     assert not published.report.failed and fleet.publisher.tend_members() is None
     pauses = paused_seconds(engines)
@@ -236,7 +222,7 @@ def test_engines_join_and_leave_without_pausing_others(engines, lab, fleet, star
         assert time.monotonic() - start < JOIN_S / 2
         assert report is not None and report.ok == (joiner.url,)
         assert fleet.serving() == dict.fromkeys({*urls, joiner.url}, published.version)
-        assert_serves(joiner, lab, model, published.version)
+        lab.assert_serves(joiner, model, published.version)
         fleet.leave_all_but(*engines)
     assert fleet.publisher.tend_members() is None
     assert set(fleet.serving()) == set(fleet.publisher.members) == urls
