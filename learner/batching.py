@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vagen.common.errors import TrajectoryError
-from vagen.common.trajectory import ImageRef, Row, Trajectory
+from vagen.common.errors import ConfigError, ObservationError, TrajectoryError
+from vagen.common.trajectory import ImageRef, Row, Trajectory, VisionTokens
 from vagen.common.vision import Grid, ImageSpec, mrope_positions, preprocess_image
+from vagen.common.vocabulary import read_model_json, vision_tokens
 from vagen.learner.model.batch import ImageBatch, PackedBatch
 
 __all__ = ["ImageStore", "PreparedRow", "RowPreparer", "TrainingBatch", "pack_rows", "partition", "prepare_batch"]
@@ -88,16 +89,18 @@ class TrainingBatch:
 
 
 class ImageStore:
-    """Images of a batch, preprocessed once each by content hash."""
+    """Images of a batch, preprocessed once each by content hash; a text model, whose `spec` is None, has none."""
 
-    def __init__(self, spec: ImageSpec) -> None:
+    def __init__(self, spec: ImageSpec | None) -> None:
         self._spec = spec
         self._images: dict[str, tuple[torch.Tensor, Grid]] = {}
 
     def add(self, name: str, encoded: bytes) -> Grid:
         """Preprocess an image unless it is known; returns its grid. Raises `ObservationError` for bytes that are
-        none.
+        none, and for a text model.
         """
+        if self._spec is None:
+            raise ObservationError("an image for a model without vision")
         if name not in self._images:
             self._images[name] = preprocess_image(encoded, self._spec)
         return self._images[name][1]
@@ -116,17 +119,30 @@ class ImageStore:
 
 
 class RowPreparer:
-    """Makes `PreparedRow`s for one model: knows its image geometry and its vocabulary."""
+    """Makes `PreparedRow`s for one model: knows its image geometry and its vocabulary.
 
-    def __init__(self, spec: ImageSpec, image_token_id: int, vocab_size: int) -> None:
+    `spec` and `vision` are None for a text model.
+    """
+
+    def __init__(self, spec: ImageSpec | None, vision: VisionTokens | None, vocab_size: int) -> None:
+        self.vision = vision
         self._spec = spec
-        self._image_token_id = image_token_id
         self._vocab_size = vocab_size
 
     @classmethod
-    def load(cls, model_dir: Path, image_token_id: int, vocab_size: int) -> RowPreparer:
-        """Read the image geometry of a model directory. Raises `ConfigError` where it has none."""
-        return cls(ImageSpec.load(model_dir), image_token_id, vocab_size)
+    def load(cls, model_dir: Path) -> RowPreparer:
+        """Read what a model directory says. Raises `ConfigError` for a file that is missing or malformed."""
+        vision = vision_tokens(model_dir)
+        config = read_model_json(model_dir / "config.json")
+        vocab_size = (config.get("text_config") or config).get("vocab_size")
+        if not isinstance(vocab_size, int):
+            raise ConfigError(f"{model_dir / 'config.json'}: vocab_size must be an int, got {vocab_size!r}")
+        return cls(ImageSpec.load(model_dir) if vision else None, vision, vocab_size)
+
+    @property
+    def forbidden_token_ids(self) -> torch.Tensor:
+        """int64: what the policy never samples."""
+        return torch.tensor(self.vision.forbidden_token_ids if self.vision else (), dtype=torch.int64)
 
     def new_store(self) -> ImageStore:
         """An empty store for the images of one batch."""
@@ -168,15 +184,20 @@ class RowPreparer:
         for image, grid in zip(images, grids, strict=True):
             if image.grid_thw != grid:
                 raise TrajectoryError("rows.images", f"grid {image.grid_thw} sent, {grid} by the learner's processor")
-        positions = mrope_positions(
-            token_ids, grids, image_token_id=self._image_token_id, merge_size=self._spec.merge_size
-        )
         return PreparedRow(
             token_ids=token_ids.astype(np.int64),
-            position_ids=positions,
+            position_ids=self._positions(token_ids, grids),
             score_positions=scored,
             slots=slots,
             images=tuple(image.content_hash for image in images),
+        )
+
+    def _positions(self, token_ids: np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
+        """int64 [3, T]."""
+        if self.vision is None or self._spec is None:
+            return np.broadcast_to(np.arange(len(token_ids)), (3, len(token_ids)))
+        return mrope_positions(
+            token_ids, grids, image_token_id=self.vision.image_token_id, merge_size=self._spec.merge_size
         )
 
 

@@ -54,13 +54,14 @@ class Probe:
         """From a checkpoint's record."""
         return cls(msgspec.convert(plain["prompts"], list[_Prompt]), plain["temperature"])
 
-    def requests(self, vision: VisionTokens) -> list[ProbePrompt]:
+    def requests(self, vision: VisionTokens | None) -> list[ProbePrompt]:
         """As the engine takes them: one placeholder an image."""
+        forbidden = vision.forbidden_token_ids if vision else ()
         return [
             ProbePrompt(
-                token_ids=_collapsed(prompt, vision.image_token_id),
+                token_ids=_collapsed(prompt),
                 images=tuple(prompt.encoded[image.content_hash] for image in prompt.images),
-                forbidden_token_ids=vision.forbidden_token_ids,
+                forbidden_token_ids=forbidden,
                 temperature=self.temperature,
             )
             for prompt in self._prompts
@@ -72,7 +73,6 @@ class Probe:
         model: VisionLanguageActorCritic,
         preparer: RowPreparer,
         answers: list[ProbeAnswer],
-        forbidden_token_ids: torch.Tensor,
     ) -> float:
         """Mean absolute difference of the engine's log-probabilities and the model's, over all sampled tokens."""
         store = preparer.new_store()
@@ -101,7 +101,7 @@ class Probe:
         was_training = model.training
         model.eval()
         for packed, slots in microbatches(rows, store, max_tokens=1 << 14):
-            out = model(packed, temperature=self.temperature, forbidden_token_ids=forbidden_token_ids)
+            out = model(packed, temperature=self.temperature, forbidden_token_ids=preparer.forbidden_token_ids)
             scored[slots] = out.logprobs
         model.train(was_training)
         return float((scored - torch.tensor(reported)).abs().mean())
@@ -117,8 +117,8 @@ def _prompt_of(row: Row, encoded: dict[str, bytes]) -> _Prompt:
     )
 
 
-def _collapsed(prompt: _Prompt, image_token_id: int) -> tuple[int, ...]:
+def _collapsed(prompt: _Prompt) -> tuple[int, ...]:
     ids = list(prompt.token_ids)
     for image in reversed(prompt.images):
-        ids[image.start : image.start + image.num_tokens] = [image_token_id]
+        del ids[image.start + 1 : image.start + image.num_tokens]
     return tuple(ids)

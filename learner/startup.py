@@ -25,8 +25,6 @@ from vagen.buffer.sharded_store import Store, connect_store, make_selector
 from vagen.common.config import RunConfig, section
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
-from vagen.common.trajectory import VisionTokens
-from vagen.common.vocabulary import vision_tokens
 from vagen.learner.archiver import StepArchiver
 from vagen.learner.batching import RowPreparer
 from vagen.learner.broadcast import Broadcaster, probe_engine
@@ -61,8 +59,6 @@ class LearnerParts:
     folder: Path
     """RUN_DIR/learner."""
     topology: ParallelTopology
-    vision: VisionTokens
-    forbidden: torch.Tensor
     trainer: Trainer
     update: PolicyUpdate
     checkpoints: CheckpointFolder
@@ -140,15 +136,12 @@ def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_di
     """
     torch.set_num_threads(config.num_threads)
     folder = run_dir / "learner"
-    vision = vision_tokens(model_dir)
-    if vision is None:
-        raise ConfigError(f"{model_dir}: expected a vision-language model, config.json has no image_token_id")
-    forbidden = torch.tensor(vision.forbidden_token_ids)
+    preparer = RowPreparer.load(model_dir)
     with (
         _stopped_by_signals() as stop,
         parallel_session(tensor_parallel_size=config.tensor_parallel_size, seed=run.seed + 1) as topology,
     ):
-        model, trainer, update = _make_update(run, config, model_dir, forbidden, topology)
+        model, trainer, update = _make_update(run, config, model_dir, preparer.forbidden_token_ids, topology)
         checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
         first_step, probe = 0, None
         newest = checkpoints.newest()
@@ -157,7 +150,6 @@ def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_di
             first_step, update.num_updates = record["step"], record["num_updates"]
             probe = Probe.from_plain(record["probe"]) if record["probe"] else None
             logger.info("resumed from %s", newest)
-        preparer = RowPreparer.load(model_dir, vision.image_token_id, model.hf_config.text_config.vocab_size)
         metrics = Metrics("vagen_learner", run.name)
         port = metrics.serve(config.metrics_port) if topology.rank == 0 else 0
         with closing(StepJournal(folder / "metrics.jsonl", metrics, config.alarms)) as journal:
@@ -166,8 +158,6 @@ def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_di
                 config=config,
                 folder=folder,
                 topology=topology,
-                vision=vision,
-                forbidden=forbidden,
                 trainer=trainer,
                 update=update,
                 checkpoints=checkpoints,
@@ -248,8 +238,8 @@ def _live_learner(
     source = BufferSource(store, feeder_store, batch_size=config.batch_size, selector=selector, archiver=archiver)
 
     def rescore(probe: Probe, url: str, version: int) -> float:
-        answers = probe_engine(url, probe.requests(parts.vision), version, config.broadcast)
-        return probe.mismatch(parts.trainer.model, parts.preparer, answers, parts.forbidden)
+        answers = probe_engine(url, probe.requests(parts.preparer.vision), version, config.broadcast)
+        return probe.mismatch(parts.trainer.model, parts.preparer, answers)
 
     with (
         closing(Publisher(store, Broadcaster(config.broadcast), incarnation)) as publisher,

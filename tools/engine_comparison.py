@@ -17,7 +17,7 @@ from PIL import Image
 
 from vagen.actor.messages import Message, Picture
 from vagen.actor.rendering import ChatRenderer
-from vagen.common.errors import BroadcastError, ConfigError, EngineError
+from vagen.common.errors import BroadcastError, EngineError
 from vagen.common.weight_transfer import tensor_checksum
 from vagen.envs.base import encode_png
 from vagen.learner.batching import RowPreparer
@@ -46,23 +46,20 @@ class EngineComparison:
 
     def __init__(self, url: str, model_dir: Path, info: Mapping[str, Any], config: BroadcastConfig) -> None:
         renderer = ChatRenderer.load(model_dir)
-        if renderer.vision is None:
-            raise ConfigError(f"{model_dir}: expected a vision-language model, config.json has no image_token_id")
         self._url = url
+        self._preparer = RowPreparer.load(model_dir)
         self._model_dir = model_dir
         self._info = info
         self._config = config
-        self._vision = renderer.vision
         self._bound = _BOUNDS.get(str(info.get("dtype")), _BOUND_OTHERWISE)
-        pixels = np.random.default_rng(0).integers(0, 256, (_PICTURE_SIDE, _PICTURE_SIDE, 3), dtype=np.uint8)
-        picture = Picture(encode_png(Image.fromarray(pixels)), (_PICTURE_SIDE, _PICTURE_SIDE))
-        prompt = renderer.render((Message("user", (picture, "look")),))
+        parts: tuple[str | Picture, ...] = ("look",) if renderer.vision is None else (_picture(), "look")
+        prompt = renderer.render((Message("user", parts),))
         token_ids, images = renderer.expand(prompt.token_ids, prompt.pictures)
         self._length = len(token_ids)
         self._plain = {
             "token_ids": token_ids,
             "images": msgspec.to_builtins(images),
-            "encoded": {picture.content_hash: picture.base64},
+            "encoded": {picture.content_hash: picture.base64 for picture in prompt.pictures},
         }
 
     def examine(self, checksums: Mapping[str, Any], version: str, *, update: bool) -> Iterator[Finding]:
@@ -82,8 +79,8 @@ class EngineComparison:
             if update:
                 yield self._try_update(model, version)
             else:
-                text = "not tried: --update publishes twice and looks at a picture again"
-                yield Finding(name="vision cache", ok=True, text=text)
+                text = "not tried: --update publishes twice and asks again"
+                yield Finding(name=self._update_name, ok=True, text=text)
 
     def _compare_weights(self, checksums: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> Finding:
         if not can_compare(self._info):
@@ -96,16 +93,17 @@ class EngineComparison:
         return Finding(name="weights", ok=True, text=f"those of {self._model_dir}, by checksum")
 
     def _compare_logprobs(self, model: VisionLanguageActorCritic, version: str) -> Iterator[Finding]:
-        """With the picture, at a temperature that is not 1."""
+        """With the picture where the model sees any, at a temperature that is not 1."""
         probe = self._probe(_TEMPERATURE)
         try:
-            answers = probe_engine(self._url, probe.requests(self._vision), version, self._config)
+            answers = probe_engine(self._url, probe.requests(self._preparer.vision), version, self._config)
         except EngineError as error:
             yield Finding(name="generation", ok=False, text=f"{error}; is it paused?")
             return
         seen = answers[0].num_prompt_tokens
-        text = f"a prompt with a picture has {seen} tokens at the engine and {self._length} at the learner"
-        yield Finding(name="pictures", ok=seen == self._length, text=text)
+        name, what = ("pictures", "a prompt with a picture") if self._preparer.vision else ("prompt", "a prompt")
+        text = f"{what} has {seen} tokens at the engine and {self._length} at the learner"
+        yield Finding(name=name, ok=seen == self._length, text=text)
         mismatch = self._mismatch(model, probe, answers)
         text = f"{mismatch:.1e} from the learner's on average, at temperature {_TEMPERATURE}"
         if mismatch > self._bound and self._mismatch(model, self._probe(1.0), answers) <= self._bound:
@@ -115,7 +113,7 @@ class EngineComparison:
         yield Finding(name="logprobs", ok=mismatch <= self._bound, text=text)
 
     def _try_update(self, model: VisionLanguageActorCritic, version: str) -> Finding:
-        """Change the vision tower, look at the picture again, and bring the weights of the folder back."""
+        """Change the vision tower (a text model whole), ask again, and bring the weights of the folder back."""
         number = int(version) if version.isdecimal() else 0
         original = model.engine_named_tensors()
         broadcaster = Broadcaster(self._config)
@@ -131,29 +129,41 @@ class EngineComparison:
         failures += restored.failed.values()
         if failures:
             return Finding(name="update", ok=False, text=failures[0])
+        sees = self._preparer.vision is not None
         if mismatch > self._bound:
-            text = f"stale: {mismatch:.1e} from the learner's after an update; start it with SGLANG_VLM_CACHE_SIZE_MB=0"
-            return Finding(name="vision cache", ok=False, text=text)
-        text = f"an update reaches a picture seen before ({mismatch:.1e}); paused {restored.stall_s:.2f} s"
-        return Finding(name="vision cache", ok=True, text=f"{text}, left at version {number + 2}")
+            text = f"stale: {mismatch:.1e} from the learner's after an update"
+            text += "; start it with SGLANG_VLM_CACHE_SIZE_MB=0" if sees else ""
+            return Finding(name=self._update_name, ok=False, text=text)
+        what = "an update reaches a picture seen before" if sees else "an update reaches the model"
+        text = f"{what} ({mismatch:.1e}); paused {restored.stall_s:.2f} s, left at version {number + 2}"
+        return Finding(name=self._update_name, ok=True, text=text)
 
     def _mismatch_after_update(
         self, model: VisionLanguageActorCritic, broadcaster: Broadcaster, version: str, new: int
     ) -> float:
-        """Of a picture that the engine saw before its vision tower was changed. Raises EngineError."""
-        assert model.visual is not None
+        """Of a prompt that the engine saw before the weights were changed. Raises EngineError."""
+        changed = model.language_model if model.visual is None else model.visual
         probe = self._probe(1.0)
-        probe_engine(self._url, probe.requests(self._vision), version, self._config)
+        probe_engine(self._url, probe.requests(self._preparer.vision), version, self._config)
         with torch.no_grad():
-            for parameter in model.visual.parameters():
+            for parameter in changed.parameters():
                 parameter.add_(_PERTURBATION * torch.randn_like(parameter))
         broadcaster.publish(model.engine_named_tensors(), new, [self._url], require_one=True)
-        return self._mismatch(model, probe, probe_engine(self._url, probe.requests(self._vision), new, self._config))
+        answers = probe_engine(self._url, probe.requests(self._preparer.vision), new, self._config)
+        return self._mismatch(model, probe, answers)
+
+    @property
+    def _update_name(self) -> str:
+        """What an update shows: whether features of old pictures are kept, or only that it arrives."""
+        return "update" if self._preparer.vision is None else "vision cache"
 
     def _probe(self, temperature: float) -> Probe:
         return Probe.from_plain({"temperature": temperature, "prompts": [self._plain]})
 
     def _mismatch(self, model: VisionLanguageActorCritic, probe: Probe, answers: list[ProbeAnswer]) -> float:
-        vocab_size = model.hf_config.text_config.vocab_size
-        preparer = RowPreparer.load(self._model_dir, self._vision.image_token_id, vocab_size)
-        return probe.mismatch(model, preparer, answers, torch.tensor(self._vision.forbidden_token_ids))
+        return probe.mismatch(model, self._preparer, answers)
+
+
+def _picture() -> Picture:
+    pixels = np.random.default_rng(0).integers(0, 256, (_PICTURE_SIDE, _PICTURE_SIDE, 3), dtype=np.uint8)
+    return Picture(encode_png(Image.fromarray(pixels)), (_PICTURE_SIDE, _PICTURE_SIDE))

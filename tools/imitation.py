@@ -48,8 +48,6 @@ def imitate_archive(
     torch.set_num_threads(config.num_threads)
     archive = open_archive(archive_dir)
     renderer = ChatRenderer.load(model_dir)
-    if renderer.vision is None:
-        raise ConfigError(f"{model_dir}: expected a vision-language model, config.json has no image_token_id")
     _check_tokenizer(archive, renderer.tokenizer_hash, model_dir)
     discount = section(recipe, "learner", LearnerConfig).advantage.turn_discount
     losses: list[float] = []
@@ -60,10 +58,14 @@ def imitate_archive(
 
     with parallel_session(seed=run.seed + 1):
         model = VisionLanguageActorCritic.load_hf(model_dir)
-        preparer = RowPreparer.load(model_dir, renderer.vision.image_token_id, model.hf_config.text_config.vocab_size)
+        preparer = RowPreparer.load(model_dir)
         data = _lay_out(archive, preparer, discount)
-        forbidden = torch.tensor(renderer.vision.forbidden_token_ids)
-        train_sft(model, data, config, seed=run.seed, forbidden_token_ids=forbidden, on_step=record)
+        train_sft(
+            *(model, data, config),
+            seed=run.seed,
+            forbidden_token_ids=preparer.forbidden_token_ids,
+            on_step=record,
+        )
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         model.save_hf(out_dir)
     stats = {

@@ -18,7 +18,6 @@ from vagen.buffer.archive.reader import Archive, open_archive
 from vagen.buffer.archive.record import NO_STEP
 from vagen.common.config import RunConfig, read_recipe, require, section
 from vagen.common.errors import ConfigError
-from vagen.common.vocabulary import vision_tokens
 from vagen.learner.batching import RowPreparer, TrainingBatch, prepare_batch
 from vagen.learner.config import LearnerConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
@@ -163,17 +162,14 @@ def compare(options: CompareOptions, on_progress: OnProgress) -> Comparison:
     first = next(iter(configs.values()))
     seed = section(next(iter(recipes.values())), "run", RunConfig).seed
     torch.set_num_threads(first.num_threads)
-    vision = vision_tokens(options.model_dir)
-    if vision is None:
-        raise ConfigError(f"{options.model_dir}: expected a vision-language model, config.json has no image_token_id")
-    forbidden = torch.tensor(vision.forbidden_token_ids)
+    preparer = RowPreparer.load(options.model_dir)
+    forbidden = preparer.forbidden_token_ids
     with parallel_session(seed=seed + 1):
         with_reference = next((c for c in configs.values() if c.reference.is_used), first)
         model, reference = load_models(options.model_dir, with_reference)
         trainer = Trainer(model, adam_options(first.optimizer))
         at_step = _load(options, model, trainer)
         chosen = select(archive, at_step, options.bounds, options.per_bucket, seed)
-        preparer = RowPreparer.load(options.model_dir, vision.image_token_id, model.hf_config.text_config.vocab_size)
         batch = _prepare(archive, chosen, preparer)
         segments = _segments_by_bucket(chosen.staleness, options.bounds)
         on_progress("scoring", 0, 1 + len(configs) * len(segments))

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from vagen.actor.client import Generation
 from vagen.actor.config import EnvSection, HarnessConfig
@@ -72,11 +71,14 @@ def run_sft(recipe: Mapping[str, Any], out_dir: Path, on_step: Callable[[SFTProg
 
     with parallel_session(seed=run.seed + 1):
         model = VisionLanguageActorCritic.load_hf(cold)
-        renderer = ChatRenderer.load(cold)
-        data = asyncio.run(_lay_out(episodes, core.system_prompt(), harness, renderer, cold, discount))
-        assert renderer.vision is not None
-        forbidden = torch.tensor(renderer.vision.forbidden_token_ids)
-        train_sft(model, data, config, seed=run.seed, forbidden_token_ids=forbidden, on_step=record)
+        renderer, preparer = ChatRenderer.load(cold), RowPreparer.load(cold)
+        data = asyncio.run(_lay_out(episodes, core.system_prompt(), harness, renderer, preparer, discount))
+        train_sft(
+            *(model, data, config),
+            seed=run.seed,
+            forbidden_token_ids=preparer.forbidden_token_ids,
+            on_step=record,
+        )
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         model.save_hf(out_dir)
     shutil.rmtree(cold)
@@ -118,7 +120,10 @@ def _episodes(core: ScriptableCore, seed: int, config: SFTConfig) -> list[Script
 def _make_model(
     config: ModelConfig, seed: int, core: ScriptableCore, episodes: list[ScriptedEpisode], model_dir: Path
 ) -> None:
-    """Random weights and a tokenizer trained on everything that is said in the environment."""
+    """Random weights and a tokenizer trained on everything that is said in the environment.
+
+    The model is a text model where the environment shows no pictures.
+    """
     shape = core.response_format
     tags = [tag for name in (*shape.sections, "answer") for tag in (f"<{name}>", f"</{name}>")]
     tags = list(dict.fromkeys(tags))
@@ -129,13 +134,15 @@ def _make_model(
         said = [text.replace(tag, " ") for text in said]
     corpus = [*roles * 20, core.system_prompt(), *sorted(set(seen)) * 20, *sorted(set(said)) * 20]
     tokenizer = train_tokenizer(corpus, tags, config.vocab_size)
+    statistics = _pixel_statistics(episodes)
     save_tiny_model(
         config,
         tokenizer,
         model_dir,
         chat_template=CHAT_TEMPLATE,
         seed=seed,
-        pixel_statistics=_pixel_statistics(episodes),
+        sees_pictures=statistics is not None,
+        pixel_statistics=statistics,
     )
 
 
@@ -158,12 +165,9 @@ async def _lay_out(
     system_prompt: str,
     harness: Harness,
     renderer: ChatRenderer,
-    model_dir: Path,
+    preparer: RowPreparer,
     discount: float,
 ) -> SFTData:
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    assert renderer.vision is not None
-    preparer = RowPreparer.load(model_dir, renderer.vision.image_token_id, tokenizer.get_vocab_size())
     store = preparer.new_store()
     rows, returns = [], []
     num_slots = 0

@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL with random weights, for laptops and tests, written as a transformers model directory.
+"""A small Qwen2.5-VL or Qwen3 with random weights, for laptops and tests, written as a transformers model directory.
 
 Owns its sizes. The tokenizer (whose special tokens it needs by name) and the chat template belong to the caller.
 """
@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from vagen.common.errors import ConfigError
@@ -30,10 +36,12 @@ def save_tiny_model(
     *,
     seed: int = 0,
     chat_template: str | None = None,
+    sees_pictures: bool = True,
     pixel_statistics: tuple[Channels, Channels] | None = None,
 ) -> Path:
     """Write the model (float32, seeded), its tokenizer and its image processor config; returns `model_dir`.
 
+    A Qwen2.5-VL, or a Qwen3 (text) of the same decoder sizes unless it `sees_pictures`.
     The tokenizer must know `<|im_end|>`, `<|vision_start|>`, `<|vision_end|>`, `<|image_pad|>` and `<|video_pad|>`
     (ConfigError otherwise). A `Tokenizer` is saved with `<|im_end|>` as its end-of-sequence token. `pixel_statistics`
     are mean and standard deviation of the pictures it will see, per RGB channel in [0, 1]; CLIP's by default.
@@ -55,10 +63,20 @@ def save_tiny_model(
     missing = [name for name in names if name not in vocabulary]
     if missing:
         raise ConfigError(f"tokenizer lacks the special tokens {missing}")
-    model = _build(config, {name: vocabulary[name] for name in names}, len(tokenizer), seed)
+    make = _vision_language_model if sees_pictures else _text_model
+    vocab_size = -(-len(tokenizer) // config.vocab_multiple) * config.vocab_multiple
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make(config, {name: vocabulary[name] for name in names}, vocab_size).float()
     disable_progress_bar()
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    if sees_pictures:
+        _image_spec(config, pixel_statistics).save(target)
+    return target
+
+
+def _image_spec(config: ModelConfig, pixel_statistics: tuple[Channels, Channels] | None) -> ImageSpec:
     spec = ImageSpec(
         patch_size=config.patch_size,
         merge_size=config.merge_size,
@@ -66,34 +84,38 @@ def save_tiny_model(
         max_pixels=config.max_pixels,
     )
     if pixel_statistics is not None:
-        spec = replace(spec, mean=pixel_statistics[0], std=pixel_statistics[1])
-    spec.save(target)
-    return target
+        return replace(spec, mean=pixel_statistics[0], std=pixel_statistics[1])
+    return spec
 
 
-def _build(config: ModelConfig, special: dict[str, int], num_tokens: int, seed: int) -> Any:
-    vocab_size = -(-num_tokens // config.vocab_multiple) * config.vocab_multiple
+def _decoder(config: ModelConfig, special: dict[str, int], vocab_size: int, **rope: Any) -> dict[str, Any]:
+    """What both models' configs say of the decoder."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, **rope},
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": special["<|im_end|>"],
+        "pad_token_id": None,
+    }
+
+
+def _text_model(config: ModelConfig, special: dict[str, int], vocab_size: int) -> Any:
+    head_dim = config.hidden_size // config.num_heads
+    return Qwen3ForCausalLM(Qwen3Config(**_decoder(config, special, vocab_size), head_dim=head_dim))
+
+
+def _vision_language_model(config: ModelConfig, special: dict[str, int], vocab_size: int) -> Any:
     hf_config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "max_position_embeddings": config.max_position_embeddings,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": config.rope_theta,
-                "mrope_section": config.mrope_section,
-            },
-            "initializer_range": config.initializer_range,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": special["<|im_end|>"],
-            "pad_token_id": None,
-        },
+        text_config=_decoder(config, special, vocab_size, mrope_section=config.mrope_section),
         vision_config={
             "depth": config.vision_num_layers,
             "hidden_size": config.vision_hidden_size,
@@ -113,6 +135,4 @@ def _build(config: ModelConfig, special: dict[str, int], num_tokens: int, seed: 
         vision_end_token_id=special["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen2_5_VLForConditionalGeneration(hf_config).float()
+    return Qwen2_5_VLForConditionalGeneration(hf_config)

@@ -207,7 +207,7 @@ def test_an_imported_archive_is_imitated_row_by_row(run_import, two_turns, model
 
     (trajectory,) = run_import(two_turns)
     assert trajectory.vision is not None
-    preparer = RowPreparer.load(model_dir, trajectory.vision.image_token_id, 384)
+    preparer = RowPreparer.load(model_dir)
     (row,) = trajectory.rows
     count = int(row.policy_mask.sum())
     prepared = preparer.policy_row(row, np.arange(count), trajectory.images, preparer.new_store())

@@ -121,7 +121,7 @@ def make_learner(tmp_path):
         model, _ = load_models(model_dir, config)
         trainer = Trainer(model, AdamOptions())
         forbidden = torch.tensor([model.hf_config.image_token_id])
-        preparer = RowPreparer.load(model_dir, model.hf_config.image_token_id, model.hf_config.text_config.vocab_size)
+        preparer = RowPreparer.load(model_dir)
         return Learner(
             config=config,
             trainer=trainer,

@@ -125,12 +125,16 @@ def small_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_pipeline(small_model, tmp_path_factory):
-    """A pipeline of a recipe with overrides, of which nothing runs yet; what was started stops when the block ends."""
+def make_pipeline(request, tmp_path_factory):
+    """A pipeline of a recipe with overrides, of which nothing runs yet; what was started stops when the block ends.
+
+    `model` is the folder to start from, the recipe's by default.
+    """
 
     @contextmanager
-    def make(overrides: Sequence[str] = ()) -> Iterator[Pipeline]:
-        pipeline = Pipeline(tmp_path_factory.mktemp("run") / "run", small_model, overrides)
+    def make(overrides: Sequence[str] = (), model: Path | None = None) -> Iterator[Pipeline]:
+        model = model or request.getfixturevalue("small_model")
+        pipeline = Pipeline(tmp_path_factory.mktemp("run") / "run", model, overrides)
         try:
             yield pipeline
         finally:

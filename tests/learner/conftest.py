@@ -25,7 +25,6 @@ from vagen.common.trajectory import (
 )
 from vagen.learner.batching import RowPreparer, prepare_batch
 from vagen.learner.config import LearnerConfig, ModelConfig, OptimizerConfig
-from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.model.parallel import parallel_session
 from vagen.learner.model.tiny import save_tiny_model
@@ -113,9 +112,7 @@ def batch(make_episode, model_dir):
     """Six episodes from an older policy."""
     rng = np.random.default_rng(0)
     trajectories = [make_episode(index, rng) for index in range(6)]
-    config = VisionLanguageActorCritic.load_hf(model_dir).hf_config
-    preparer = RowPreparer.load(model_dir, config.image_token_id, config.text_config.vocab_size)
-    return prepare_batch(trajectories, [0] * 6, {f"g{i}": i for i in range(6)}, preparer)
+    return prepare_batch(trajectories, [0] * 6, {f"g{i}": i for i in range(6)}, RowPreparer.load(model_dir))
 
 
 @pytest.fixture

@@ -12,12 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vagen.common.errors import TrajectoryError
-from vagen.common.trajectory import BootstrapPrompt, End, ImageRef, RewardEntry, Row, SamplingParams, Turn, content_hash
+from vagen.common.errors import ObservationError, TrajectoryError
+from vagen.common.trajectory import (
+    BootstrapPrompt,
+    End,
+    ImageRef,
+    RewardEntry,
+    Row,
+    SamplingParams,
+    Turn,
+    VisionTokens,
+    content_hash,
+)
 from vagen.common.vision import ImageSpec
 from vagen.learner.batching import PreparedRow, RowPreparer, microbatches, pack_rows, partition, prepare_batch
 
 IMAGE_TOKEN = 9
+VISION = VisionTokens(image_token_id=IMAGE_TOKEN, forbidden_token_ids=(IMAGE_TOKEN,))
 
 
 def png(shade: int) -> bytes:
@@ -50,7 +61,7 @@ def turn_of(index: int, row: int, start: int) -> Turn:
 
 @pytest.fixture
 def preparer() -> RowPreparer:
-    return RowPreparer(ImageSpec(min_pixels=28 * 28), IMAGE_TOKEN, vocab_size=512)
+    return RowPreparer(ImageSpec(min_pixels=28 * 28), VISION, vocab_size=512)
 
 
 @pytest.fixture
@@ -148,10 +159,8 @@ def test_what_does_not_fit_the_model_is_refused(trajectories, preparer):
     with pytest.raises(TrajectoryError, match="temperature"):
         prepare_batch([trajectories[0], hot], [0, 0], {"g0": 0, "g1": 1}, preparer)
     with pytest.raises(TrajectoryError, match="vocabulary of 120"):
-        prepare_batch(
-            trajectories, [0, 0], {"g0": 0, "g1": 1}, RowPreparer(ImageSpec(min_pixels=784), IMAGE_TOKEN, 120)
-        )
-    bigger = RowPreparer(ImageSpec(min_pixels=112 * 112), IMAGE_TOKEN, 512)
+        prepare_batch(trajectories, [0, 0], {"g0": 0, "g1": 1}, RowPreparer(ImageSpec(min_pixels=784), VISION, 120))
+    bigger = RowPreparer(ImageSpec(min_pixels=112 * 112), VISION, 512)
     with pytest.raises(TrajectoryError, match="grid"):
         prepare_batch(trajectories, [0, 0], {"g0": 0, "g1": 1}, bigger)
 
@@ -176,3 +185,17 @@ def test_partition_is_whole_disjoint_and_balanced(sizes, parts):
     loads = [sum(sizes[index] for index in part) for part in split]
     assert max(loads) - min(loads) <= max(sizes)
     assert split == partition(sizes, parts)
+
+
+def test_rows_of_a_text_model_count_up_and_hold_no_image(trajectories):
+    preparer = RowPreparer(None, None, vocab_size=512)
+    store = preparer.new_store()
+    row = trajectories[0].rows[0]
+    slots = np.arange(int(row.policy_mask.sum()))
+    text = msgspec.structs.replace(row, images=())
+    prepared = preparer.policy_row(text, slots, {}, store)
+    np.testing.assert_array_equal(prepared.position_ids, [np.arange(len(row.token_ids))] * 3)
+    assert prepared.images == () and store.batch(prepared.images) is None
+    assert preparer.forbidden_token_ids.shape == (0,) and preparer.forbidden_token_ids.dtype == torch.int64
+    with pytest.raises(ObservationError, match="without vision"):
+        preparer.policy_row(row, slots, trajectories[0].images, store)

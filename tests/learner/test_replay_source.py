@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import closing
 
@@ -12,6 +11,8 @@ import pytest
 
 from vagen.buffer.archive.reader import open_archive
 from vagen.common.errors import ArchiveError, ConfigError
+from vagen.common.vision import ImageSpec
+from vagen.common.vocabulary import vision_tokens
 from vagen.common.wire import encode_trajectory
 from vagen.learner.batching import RowPreparer, partition
 from vagen.learner.feeder import BatchFeeder
@@ -70,8 +71,7 @@ def test_an_archived_step_is_taken_in_its_order_with_its_versions_and_staleness(
 
 def test_ranks_share_an_archived_step_as_they_shared_the_live_one(make_archive, model_dir):
     path = make_archive()
-    config = json.loads((model_dir / "config.json").read_text())
-    preparer = RowPreparer.load(model_dir, config["image_token_id"], 10_000)
+    preparer = RowPreparer(ImageSpec.load(model_dir), vision_tokens(model_dir), 10_000)
     # What the buffer counts, and the live split depends on, is the payload's size.
     records = open_archive(path).read_step(2)
     sizes = [len(encode_trajectory(record.trajectory)[1]) for record in records]

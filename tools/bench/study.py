@@ -195,9 +195,7 @@ class StudyTrainer:
             forbidden_token_ids=torch.tensor(forbidden),
             reference=reference,
         )
-        self._preparer = RowPreparer.load(
-            model_dir, renderer.vision.image_token_id, self.model.hf_config.text_config.vocab_size
-        )
+        self._preparer = RowPreparer.load(model_dir)
         engine = EngineConfig(max_running=_SLOTS, max_context=actor.max_context)
         self.sampler = StudySampler(model_dir, renderer, engine, forbidden)
         self._player = StudyPlayer(env, harness, actor, renderer, self.sampler, env.config)
