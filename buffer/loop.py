@@ -40,6 +40,7 @@ from vagen.buffer.selection.priority import Prioritizer
 from vagen.buffer.settings import describe
 from vagen.buffer.store import IngestStore, Outcome
 from vagen.common.errors import ConfigError
+from vagen.common.memory import release_freed_memory
 from vagen.common.metrics import Metrics
 from vagen.common.wire import MAX_PAYLOAD_BYTES, Grant, Kind, Refusal, Status, encode_message
 
@@ -133,7 +134,7 @@ class Ingest:
         self._report = report
         self._reopen = reopen
         self._process = psutil.Process()
-        self._next_look = 0.0
+        self._next_look = self._next_drop = 0.0
         self._pending: list[Request] = []
         self._blind = True
         """Heartbeats could not be read for a while: no lease ends before they are."""
@@ -313,8 +314,12 @@ class Ingest:
         if now < self._next_look or self._reopen is None:
             return
         self._next_look = now + TICK_S
-        held, limit = self._process.memory_info().rss, self._config.max_memory_bytes
-        if held <= limit:
+        limit = self._config.max_memory_bytes
+        if self._process.memory_info().rss <= limit:
+            return
+        release_freed_memory()
+        held = self._process.memory_info().rss
+        if held <= limit or now < self._next_drop:
             return
         logger.error(
             "%d MB of memory are held, $.buffer.max_memory_bytes is %d MB: all connections are dropped, actors send"
@@ -326,7 +331,8 @@ class Ingest:
         self._blind = True
         self.close()
         self._socket = self._reopen()
-        self._next_look = time.monotonic() + REPORT_S
+        # ZeroMQ frees what it holds in threads of its own, and not at once.
+        self._next_drop = time.monotonic() + REPORT_S
 
     def close(self) -> None:
         """Close the socket."""

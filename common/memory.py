@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt."""
@@ -19,9 +20,7 @@ def keep_freed_memory() -> None:
     By default a block of more than 128 kB is a mapping of its own, and freed memory at the end of the heap goes back at
     once: each payload then faults all of its pages in anew, which costs more than copying it.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _of_glibc("mallopt")
     if mallopt is None:
         return
     for parameter, value in (
@@ -30,3 +29,17 @@ def keep_freed_memory() -> None:
         (_TOP_PAD, _PAD_BYTES),
     ):
         mallopt(parameter, value)
+
+
+def release_freed_memory() -> None:
+    """Give back to the system what is freed, wherever it lies in the heap, where the C library is glibc.
+
+    A small block that is in use keeps everything below it from going back by itself.
+    """
+    malloc_trim = _of_glibc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -1,4 +1,4 @@
-"""Memory that messages have used is used again, rather than given back and faulted in anew."""
+"""Memory that messages have used is used again rather than faulted in anew, and goes back when it must."""
 
 from __future__ import annotations
 
@@ -33,3 +33,25 @@ def page_faults(keep: bool) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
 def test_payloads_do_not_fault_their_pages_in_again():
     assert page_faults(keep=True) < page_faults(keep=False) / 10
+
+
+FRAGMENTED = """
+import psutil
+from vagen.common.memory import keep_freed_memory, release_freed_memory
+keep_freed_memory()
+messages, small = [], []
+for _ in range(400):
+    messages.append(bytearray(b"x" * (1 << 20)))
+    small.append(bytearray(b"x" * 10_000))
+del messages
+before = psutil.Process().memory_info().rss
+release_freed_memory()
+print(before - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc_trim is glibc's")
+def test_freed_memory_between_blocks_in_use_goes_back_on_demand():
+    command = [sys.executable, "-c", FRAGMENTED]
+    released = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert released > 200 << 20, "of 400 MB"

@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 from concurrent.futures import TimeoutError as NotYet
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,20 @@ def publish(publish_to):
         publish_to(engine, model, version, mode)
         engine.reference = model
         return version
+
+    return go
+
+
+@pytest.fixture
+def publish_during(publish):
+    """Publishes new weights while a request of `start` generates; its future and the new version."""
+
+    def go(engine, start, mode):
+        # The group with the engine takes longer than many tokens, and stays.
+        publish(engine, engine.reference, mode)
+        future = start()
+        engine.wait_running()
+        return future, publish(engine, engine.perturbed(), mode)
 
     return go
 
@@ -195,15 +210,13 @@ def test_update_reaches_text_and_an_image_seen_before(engine, lab, publish):
         assert_close(lab.reported(answer), new)
 
 
-def test_retract_recomputes_the_cache_and_splits_versions(engine, lab, publish):
-    ids, image = lab.image_prompt(30), lab.png(4)
-    before, old = engine.reference, engine.version()
-    future = engine.submit(ids, [image], max_new_tokens=LONG)
-    engine.wait_running()
-    new = publish(engine, engine.perturbed(), "retract")
+def test_retract_recomputes_the_cache_and_splits_versions(engine, lab, publish_during):
+    ids, image, before = lab.image_prompt(30), lab.png(4), engine.reference
+    start = partial(engine.submit, ids, [image], max_new_tokens=LONG)
+    future, new = publish_during(engine, start, "retract")
     answer = future.result(60)
     spans = lab.spans(answer)
-    assert [version for version, _, _ in spans] == [old, new]
+    assert [int(version) for version, _, _ in spans] == [int(new) - 1, int(new)]
     assert answer["meta_info"]["num_retractions"] == 1
     cut, output, reported = spans[0][2], answer["output_ids"], lab.reported(answer)
     assert_close(reported[:cut], lab.logprobs_of(before, ids, [image], output, forbidden=engine.forbidden)[:cut])
@@ -212,15 +225,12 @@ def test_retract_recomputes_the_cache_and_splits_versions(engine, lab, publish):
     )
 
 
-def test_in_place_keeps_the_old_cache_and_splits_versions(engine, lab, publish):
-    ids = [10, 11, 12]
-    before, old = engine.reference, engine.version()
-    future = engine.submit(ids, max_new_tokens=LONG)
-    engine.wait_running()
-    new = publish(engine, engine.perturbed(), "in_place")
+def test_in_place_keeps_the_old_cache_and_splits_versions(engine, lab, publish_during):
+    ids, before = [10, 11, 12], engine.reference
+    future, new = publish_during(engine, partial(engine.submit, ids, max_new_tokens=LONG), "in_place")
     answer = future.result(60)
     spans = lab.spans(answer)
-    assert [version for version, _, _ in spans] == [old, new]
+    assert [int(version) for version, _, _ in spans] == [int(new) - 1, int(new)]
     cut, output, reported = spans[0][2], answer["output_ids"], lab.reported(answer)
     assert_close(reported[:cut], lab.logprobs_of(before, ids, [], output, forbidden=engine.forbidden)[:cut])
     # The last token of the old weights enters the cache under the new ones.
@@ -234,15 +244,12 @@ def test_in_place_keeps_the_old_cache_and_splits_versions(engine, lab, publish):
     assert max(abs(a - b) for a, b in zip(reported[cut:], recomputed[cut:], strict=True)) > 100 * TOLERANCE
 
 
-def test_abort_pause_ends_running_requests_with_what_they_have(engine, lab, publish):
-    old = engine.version()
-    future = engine.submit([10, 11], max_new_tokens=LONG)
-    engine.wait_running()
-    new = publish(engine, engine.perturbed(), "abort")
+def test_abort_pause_ends_running_requests_with_what_they_have(engine, lab, publish_during):
+    future, new = publish_during(engine, partial(engine.submit, [10, 11], max_new_tokens=LONG), "abort")
     answer = future.result(60)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) < LONG
-    assert [version for version, _, _ in lab.spans(answer)] == [old]
+    assert [int(version) for version, _, _ in lab.spans(answer)] == [int(new) - 1]
     assert lab.spans(engine.generate([10, 11]))[0][0] == new
 
 
@@ -264,13 +271,22 @@ def test_abort_by_id(engine, lab):
     assert reasons == {"a.1": "abort", "b.1": "length"}
 
 
-def test_an_actor_goes_on_from_an_aborted_generation_with_both_versions(engine, lab, publish):
+class Endless(HttpEngineClient):
+    """An actor whose responses do not end by themselves, which might be before a publish."""
+
+    def _body(self, *args):
+        body = super()._body(*args)
+        body["sampling_params"]["ignore_eos"] = True
+        return body
+
+
+def test_an_actor_goes_on_from_an_aborted_generation_with_both_versions(engine, lab, publish_during):
     renderer = ChatRenderer.load(engine.model_dir)
     prompt = renderer.render((Message("user", (Picture(lab.png(4), (56, 56)), "w30")),))
-    before, old = engine.reference, engine.version()
+    before = engine.reference
 
     async def generate():
-        client = HttpEngineClient(engine.url, renderer, api_key=engine.api_key or "")
+        client = Endless(engine.url, renderer, api_key=engine.api_key or "")
         try:
             await client.connect(10)
             return await client.generate(
@@ -279,13 +295,10 @@ def test_an_actor_goes_on_from_an_aborted_generation_with_both_versions(engine, 
         finally:
             await client.close()
 
-    # Whatever ends the response early would end it before the publish.
     renderer.stop_token_ids = ()
-    future = engine.threads.submit(asyncio.run, generate())
-    engine.wait_running()
-    new = publish(engine, engine.perturbed(), "abort")
+    future, new = publish_during(engine, lambda: engine.threads.submit(asyncio.run, generate()), "abort")
     answer = future.result(90)
-    assert sorted(set(answer.versions)) == [int(old), int(new)]
+    assert sorted(set(answer.versions)) == [int(new) - 1, int(new)]
     cut = answer.versions.index(int(new))
     arguments = (prompt.token_ids, [lab.png(4)], answer.token_ids)
     expected = [lab.logprobs_of(m, *arguments, forbidden=engine.forbidden) for m in (before, engine.reference)]
