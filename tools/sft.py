@@ -27,6 +27,7 @@ from vagen.actor.recorder import Recorder
 from vagen.actor.rendering import ChatRenderer
 from vagen.common.config import RunConfig, section
 from vagen.common.errors import ConfigError
+from vagen.common.trajectory import Row
 from vagen.envs.base import ParsedResponse
 from vagen.envs.registry import make_core
 from vagen.envs.scripted import ScriptableCore, ScriptedEpisode, scripted_episodes
@@ -92,6 +93,18 @@ def run_sft(recipe: Mapping[str, Any], out_dir: Path, on_step: Callable[[SFTProg
     }
     (out_dir / "sft.json").write_text(json.dumps(stats, indent=2) + "\n")
     return stats
+
+
+async def script_rows(recipe: Mapping[str, Any], model_dir: Path) -> list[Row]:
+    """The rows of the recipe's scripted episodes; the cold model whose tokenizer wrote them is left in `model_dir`."""
+    run, config = section(recipe, "run", RunConfig), section(recipe, "sft", SFTConfig)
+    core = _scriptable(section(recipe, "env", EnvSection))
+    episodes = _episodes(core, run.seed, config)
+    _make_model(section(recipe, "model", ModelConfig), run.seed, core, episodes, model_dir)
+    harness, renderer = make_harness(section(recipe, "harness", HarnessConfig)), ChatRenderer.load(model_dir)
+    system_prompt = core.system_prompt()
+    recorders = [await _record(episode, system_prompt, harness, renderer) for episode in episodes]
+    return [row for recorder in recorders for row in recorder.rows()]
 
 
 def _scriptable(env: EnvSection) -> ScriptableCore:

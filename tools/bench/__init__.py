@@ -31,6 +31,7 @@ _MODULES = (
     "vagen.tools.bench.archive",
     "vagen.tools.bench.buffer",
     "vagen.tools.bench.engine",
+    "vagen.tools.bench.learner",
     "vagen.tools.bench.pipeline",
     "vagen.tools.bench.staleness",
 )

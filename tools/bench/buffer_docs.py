@@ -17,9 +17,9 @@ def update_buffer(path: Path, report: Report) -> None:
     path.write_text(replace_parts(path, {"buffer": table(report.figures, report.notes)}))
 
 
-def table(figures: Mapping[str, Figure], notes: tuple[str, ...]) -> str:
+def table(figures: Mapping[str, Figure], notes: tuple[str, ...], goals: Mapping[str, str] = _GOALS) -> str:
     """The figures as Markdown, with where and when they were measured."""
-    rows = [f"| {key} | {_row(figure)} | {_GOALS.get(key, '')} |" for key, figure in figures.items()]
+    rows = [f"| {key} | {_row(figure)} | {goals.get(key, '')} |" for key, figure in figures.items()]
     here = machine()
     where = f"{here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB, {here['system']}"
     today = datetime.date.today().isoformat()

@@ -21,6 +21,7 @@ from PIL import Image
 
 from vagen.common.errors import ConfigError
 from vagen.tools.bench import Figure, Report, benchmark, parse_options
+from vagen.tools.bench.models import bench_model
 from vagen.tools.child import ProcessSpec
 from vagen.tools.launch import ENVIRONMENT, console_script, free_port
 from vagen.tools.supervisor import Supervisor
@@ -29,7 +30,6 @@ _SIDE = 224
 _READY_S = 400.0
 _CALL_S = 600.0
 _STOP_S = 60.0
-_CORPUS = ("<think>look at the picture, then act</think><answer>left, right, up or down</answer>",)
 
 
 class Options(msgspec.Struct, kw_only=True, frozen=True):
@@ -50,7 +50,7 @@ def engine(options: Mapping[str, str]) -> Report:
     """Tokens a second: local engine, SGLang on this CPU, transformers."""
     chosen = parse_options(options, Options)
     with tempfile.TemporaryDirectory(prefix="vagen-bench-") as folder:
-        model = _make_model(Path(folder) / "model")
+        model = bench_model(Path(folder) / "model")
         with _engines(model, Path(folder)) as urls:
             runs: dict[str, Run] = {name: _http_run(url, model, chosen) for name, url in urls.items()}
             runs["hf_generate"] = _transformers_run(model, chosen)
@@ -87,16 +87,6 @@ def _report(speeds: Mapping[str, Sequence[float]], has_sglang: bool) -> Report:
 
 def _figure(values: Sequence[float], unit: str) -> Figure:
     return Figure(value=statistics.median(values), unit=unit, spread=(min(values), max(values)))
-
-
-def _make_model(folder: Path) -> Path:
-    from vagen.learner.config import ModelConfig
-    from vagen.learner.model.tiny import save_tiny_model
-    from vagen.tools.tiny_tokenizer import CHAT_TEMPLATE, train_tokenizer
-
-    config = ModelConfig()
-    tokenizer = train_tokenizer(_CORPUS, ("<think>", "</think>", "<answer>", "</answer>"), config.vocab_size)
-    return save_tiny_model(config, tokenizer, folder, chat_template=CHAT_TEMPLATE)
 
 
 @contextmanager
