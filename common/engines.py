@@ -7,7 +7,10 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["incarnation_of"]
+__all__ = ["INCOMPLETE_VERSION", "incarnation_of"]
+
+INCOMPLETE_VERSION = "incomplete"
+"""Version of an engine with which an update failed: no number, so that no actor takes a token of it."""
 
 _DRAWN_AT_START = ("random_seed", "nccl_port", "port", "startup_time")
 """What differs from one start of SGLang to the next; it announces no incarnation of its own."""

@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 from torch import Tensor
 
+from vagen.common.engines import INCOMPLETE_VERSION
 from vagen.common.errors import BroadcastError, ConfigError, EngineRefusedError
 from vagen.common.weight_transfer import (
     broadcast,
@@ -44,8 +45,6 @@ __all__ = ["Broadcaster", "ProbeAnswer", "ProbePrompt", "PublishReport", "checks
 
 logger = logging.getLogger(__name__)
 
-_HALF_NEW = "incomplete"
-"""Version of an engine with which an update failed: no number, so that no actor takes a token of it."""
 _TRANSFER_SHARE, _RESUME_SHARE = 0.8, 0.9
 """Of the time-out: when the transfer must have ended, and when the attempt to continue must have."""
 
@@ -263,7 +262,8 @@ class _Visit:
             self._stage = "continue"
         elif self._may_be_half_new:
             # SGLang has no staging: what it samples until the next publish is of no policy version.
-            await self._engine.post("/update_weight_version", {"new_version": _HALF_NEW, "abort_all_requests": False})
+            version = {"new_version": INCOMPLETE_VERSION, "abort_all_requests": False}
+            await self._engine.post("/update_weight_version", version)
         await self._engine.post("/continue_generation")
         self.stall_s = time.monotonic() - self._asked_to_pause_at
 

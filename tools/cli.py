@@ -11,7 +11,7 @@ import typer
 from vagen.tools.archive_commands import add_archive_commands
 from vagen.tools.buffer_commands import buffer_app
 from vagen.tools.console import user_errors
-from vagen.tools.engine_commands import doctor_app, serve_sglang
+from vagen.tools.engine_commands import doctor_app, serve_sglang, watch_engine
 from vagen.tools.keys import app as keys_app
 from vagen.tools.replay_command import replay
 
@@ -53,6 +53,7 @@ app.add_typer(keys_app, name="keys")
 app.command("replay")(replay)
 app.add_typer(doctor_app, name="doctor")
 app.command("sglang")(serve_sglang)
+app.command("watch-engine")(watch_engine)
 
 Config = Annotated[str, typer.Option("--config", metavar="RECIPE", help="A yaml file, or the name of a shipped one.")]
 Overrides = Annotated[

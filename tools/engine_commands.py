@@ -1,4 +1,7 @@
-"""`vagen sglang` and `vagen doctor`: engines started and examined. What they run is imported inside the commands."""
+"""`vagen sglang`, `vagen watch-engine` and `vagen doctor`: engines started, watched and examined.
+
+What they run is imported inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from vagen.tools.console import user_errors
 if TYPE_CHECKING:
     from vagen.tools.doctor import Finding
 
-__all__ = ["doctor_app", "serve_sglang"]
+__all__ = ["doctor_app", "serve_sglang", "watch_engine"]
 
 doctor_app = typer.Typer(
     invoke_without_command=True,
@@ -33,6 +36,15 @@ ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="VAGEN_API_KEY",
 AdminKey = Annotated[
     str | None, typer.Option("--admin-api-key", envvar="VAGEN_ADMIN_API_KEY", help="Of pausing and weights.")
 ]
+PauseTimeout = Annotated[
+    float,
+    typer.Option(
+        "--pause-timeout",
+        metavar="SECONDS",
+        min=1.0,
+        help="Longest time without a token that a living learner may cause: more than its broadcast_timeout_s.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -44,10 +56,13 @@ def serve_sglang(
     max_running: Annotated[int, typer.Option("--max-running", help="Requests that generate at once.")] = 64,
     api_key: ApiKey = None,
     admin_api_key: AdminKey = None,
+    pause_timeout_s: PauseTimeout = 60.0,
     ready_file: Annotated[Path | None, typer.Option("--ready-file", help="Written once it serves.")] = None,
     venv: Annotated[Path | None, typer.Option("--venv", help="Default: .sglang, of `make sglang-cpu`.")] = None,
 ) -> None:
     """Serve a model with SGLang on this machine's CPU, from the environment of `make sglang-cpu`.
+
+    Goes on by itself when its learner is lost; ends with exit code 1 when it is stuck (see `vagen watch-engine`).
 
     Example:
 
@@ -68,10 +83,37 @@ def serve_sglang(
                 max_running=max_running,
                 api_key=api_key,
                 admin_api_key=admin_api_key,
+                pause_timeout_s=pause_timeout_s,
                 ready_file=ready_file,
                 venv=venv,
             )
         )
+
+
+def watch_engine(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A SGLang that serves.")],
+    pause_timeout_s: PauseTimeout = 60.0,
+    api_key: ApiKey = None,
+    admin_api_key: AdminKey = None,
+) -> None:
+    """Let a SGLang go on whose learner was lost; exit code 1 once it is stuck and must be started anew.
+
+    `vagen sglang` does this by itself.
+
+    Example:
+
+      vagen watch-engine http://127.0.0.1:30000 --admin-api-key KEY || systemctl restart sglang
+    """
+    with user_errors():
+        import threading
+
+        from vagen.common.logging import setup_logging
+        from vagen.tools.engine_watchdog import EngineWatchdog
+
+        setup_logging("INFO")
+        EngineWatchdog(
+            url=url.rstrip("/"), api_key=api_key, admin_api_key=admin_api_key, pause_timeout_s=pause_timeout_s
+        ).watch(threading.Event())
 
 
 @doctor_app.callback()

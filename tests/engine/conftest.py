@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
@@ -47,8 +48,11 @@ def load_module(name: str) -> ModuleType:
 
 
 tiny = load_module("tiny_models")
+fleet = load_module("fleet")
+fault_proxy = load_module("fault_proxy")
 API_KEY, ADMIN_KEY = "generate-key", "admin-key"
 BROADCAST_TIMEOUT_S = 4.0
+SGLANG_PAUSE_TIMEOUT_S = 16.0
 
 torch.set_num_threads(1)
 
@@ -179,6 +183,12 @@ class EngineHandle:
         partial.write_text(json.dumps({"point": point, "pid": pid or self.process.pid, "signal": number}))
         partial.replace(self.fault)
 
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes that serve; a launcher of theirs is spared."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        for process in family or [psutil.Process(self.process.pid)]:
+            process.send_signal(number)
+
     def perturbed(self, scale: float = 0.05, only: str = "") -> Any:
         """A copy of the reference with other weights."""
         model = type(self.reference)(self.reference.config).float().eval()
@@ -196,10 +206,13 @@ class Lab:
     image, video, vision_start, vision_end = tiny.IMAGE, tiny.VIDEO, tiny.VISION_START, tiny.VISION_END
     eos, vocab = tiny.EOS, tiny.VOCAB
     api_key, admin_key, broadcast_timeout_s = API_KEY, ADMIN_KEY, BROADCAST_TIMEOUT_S
+    sglang_pause_timeout_s = SGLANG_PAUSE_TIMEOUT_S
     handle = EngineHandle
     png = staticmethod(tiny.make_png)
     weights = staticmethod(tiny.engine_weights)
     fork = ForkedScript
+    fleet = fleet.Fleet
+    proxy = fault_proxy.FaultProxy
     logprobs_of = staticmethod(tiny.logprobs_of)
     gather_logprobs = staticmethod(tiny.gather_logprobs)
     inputs = staticmethod(tiny.model_inputs)
@@ -327,13 +340,26 @@ class SGLangStarter:
             pytest.skip(str(error))
         key = (model_dir, *words)
         if key not in self._handles:
-            self._handles[key] = self._start(model_dir, reference, words, self._folder / f"{len(self._handles)}")
+            self._handles[key] = self._start(model_dir, reference, words, free_port())
         return self._handles[key]
 
-    def _start(self, model_dir: Path, reference: PreTrainedModel, words: Sequence[str], place: Path) -> EngineHandle:
+    def again(self, handle: EngineHandle) -> EngineHandle:
+        """SGLang that has ended, started anew under its URL, as its supervisor does."""
+        (key,) = [key for key, known in self._handles.items() if known is handle]
+        port = urlsplit(handle.url).port
+        assert port is not None
+        self._handles[key] = self._start(handle.model_dir, handle.reference, key[1:], port)
+        return self._handles[key]
+
+    def forget(self, handle: EngineHandle) -> None:
+        """An engine that has ended is started afresh for whoever needs one next."""
+        self._handles = {key: known for key, known in self._handles.items() if known is not handle}
+
+    def _start(self, model_dir: Path, reference: PreTrainedModel, words: Sequence[str], port: int) -> EngineHandle:
+        place = self._folder / str(len(list(self._folder.glob("*.log"))))
         ready, log = place.with_suffix(".json"), place.with_suffix(".log")
         command = [sys.executable, "-m", "vagen.tools.cli", "sglang", "--model", str(model_dir)]
-        command += ["--port", str(free_port()), "--ready-file", str(ready)]
+        command += ["--port", str(port), "--ready-file", str(ready), "--pause-timeout", str(SGLANG_PAUSE_TIMEOUT_S)]
         command += ["--api-key", API_KEY, "--admin-api-key", ADMIN_KEY, *words]
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file)

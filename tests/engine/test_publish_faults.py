@@ -9,15 +9,8 @@ import time
 import pytest
 import torch
 
-from vagen.buffer.config import BufferConfig
-from vagen.buffer.learner_store import LearnerStore
-from vagen.buffer.requests import Beat
-from vagen.buffer.store import IngestStore
 from vagen.common.weight_transfer import tensor_checksum
-from vagen.common.wire import EngineAnnouncement, Heartbeat
-from vagen.learner.broadcast import Broadcaster
 from vagen.learner.config import BroadcastConfig
-from vagen.learner.publisher import Publisher
 
 TIMEOUT_S, PAUSE_TIMEOUT_S, MARGIN_S = 8.0, 5.0, 4.0
 JOIN_S = 30.0
@@ -51,54 +44,9 @@ def faults(points):
     return [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in cases]
 
 
-class Fleet:
-    """A publisher, and the ingest through which actors announce engines, on one Valkey."""
-
-    def __init__(self, redis_url: str) -> None:
-        self.now = time.time()
-        self._ingest = IngestStore(redis_url, "run", BufferConfig())
-        store = LearnerStore.connect(redis_url, "run", timeout_s=30)
-        store.register("learner", step=0, batch_size=4, max_staleness=2)
-        self.broadcaster = Broadcaster(BroadcastConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=30_000))
-        self.publisher = Publisher(store=store, broadcaster=self.broadcaster, incarnation="learner")
-        self._seen = {}
-
-    def announce(self, *engines) -> None:
-        """As an actor's heartbeat does."""
-        announced = []
-        for engine in engines:
-            if engine.process.pid not in self._seen:
-                self._seen[engine.process.pid] = engine.call("/server_info")[1]["incarnation"]
-            incarnation = self._seen[engine.process.pid]
-            announced.append(EngineAnnouncement(url=engine.url, kind="local", incarnation=incarnation))
-        beat = Heartbeat(
-            run_id="run", actor_id="actor", incarnation="a", journalled=0, in_flight=0, engines=tuple(announced)
-        )
-        self._ingest.commit([Beat(b"peer", beat)], self.now)
-
-    def leave_all_but(self, *engines) -> None:
-        """The announcements of the others end; the clock is this object's."""
-        self.now += BufferConfig().heartbeat_timeout_s - 1
-        self.announce(*engines)
-        self.now += 2
-        self._ingest.tick(self.now, leases_end=True)
-
-    def serving(self) -> dict[str, int]:
-        """Engines that actors may use, with their versions, as told to the actors."""
-        status = self._ingest.commit([], self.now).status
-        return {engine.url: engine.policy_version for engine in status.engines}
-
-    def join(self, engine) -> None:
-        """Tend until an engine serves; what it had begun before it was stopped may cost it a time-out or two."""
-        reports = []
-        while engine.url not in self.serving():
-            reports.append(self.publisher.tend_members())
-            assert len(reports) <= 4, reports
-
-
 @pytest.fixture
-def fleet(valkey):
-    made = Fleet(valkey.url)
+def fleet(valkey, lab):
+    made = lab.fleet(valkey.url, BroadcastConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=30_000))
     yield made
     made.publisher.close()
 

@@ -1,4 +1,6 @@
-"""A trainer that a fault ends: `trainer_worker.py URL MODEL_DIR FAULT_FILE`, which publishes version 7 to one engine.
+"""A trainer that a fault ends: `trainer_worker.py URL MODEL_DIR FAULT_FILE [API_KEY ADMIN_KEY]`.
+
+Publishes version 7 to one engine.
 
 Waits until the fault (see `engine_worker.py`) is armed. Never enters the group of the point `joining`, and never sends
 the bucket of the point `receiving N`, so that the engine is waiting when the trainer ends.
@@ -23,7 +25,7 @@ def never(*args, **kwargs):
 
 
 if __name__ == "__main__":
-    url, folder, fault = sys.argv[1:]
+    url, folder, fault, *keys = sys.argv[1:]
     while not Path(fault).exists():
         time.sleep(0.01)
     point, _, number = json.loads(Path(fault).read_text())["point"].partition(" ")
@@ -34,5 +36,10 @@ if __name__ == "__main__":
         publishing.broadcast = lambda group, tensor: sends.pop(0)(group, tensor)
     tensors = load_file(Path(folder) / "model.safetensors")
     changed = [(engine_name(name), tensor + 1) for name, tensor in tensors.items()]
-    config = BroadcastConfig(pause_mode="in_place", bucket_bytes=20_000, broadcast_timeout_s=120.0)
+    config = BroadcastConfig(
+        pause_mode="in_place",
+        bucket_bytes=20_000,
+        broadcast_timeout_s=120.0,
+        **dict(zip(("api_key", "admin_api_key"), keys, strict=False)),
+    )
     publishing.Broadcaster(config).publish(changed, 7, [url])

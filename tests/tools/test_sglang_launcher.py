@@ -31,9 +31,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def do_GET(self):
         Handler.asked += 1
-        self.answer(200 if Handler.asked > 2 else 503)
+        self.answer(200 if self.path == "/ready" and Handler.asked > 2 else 503)
     def do_POST(self):
-        self.answer(200 if self.headers["Authorization"] == "Bearer key" else 401)
+        accepted = self.path == "/generate" and self.headers["Authorization"] == "Bearer key"
+        self.answer(200 if accepted else 500)
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -57,11 +58,11 @@ def venv(tmp_path):
     return make
 
 
-def start(folder, tmp_path, **environment):
+def start(folder, tmp_path, *more, **environment):
     ready = tmp_path / "ready.json"
     words = ["sglang", "--model", "some/model", "--port", str(free_port()), "--tp-size", "2", "--venv", str(folder)]
     process = subprocess.Popen(
-        [console_script("vagen"), *words, "--ready-file", str(ready), "--api-key", "key"],
+        [console_script("vagen"), *words, "--ready-file", str(ready), "--api-key", "key", *more],
         env=os.environ | {"TOLD": str(tmp_path / "told.json")} | environment,
         stderr=subprocess.PIPE,
         text=True,
@@ -95,6 +96,13 @@ def test_it_is_announced_once_it_generates_and_ends_whole(venv, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, process.stderr.read()
     assert not ready.exists() and not is_alive(told["child"])
+
+
+def test_what_is_stuck_ends_whole(venv, tmp_path):
+    process, ready = start(venv(SERVER), tmp_path, "--pause-timeout", "1")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and "/end_weight_update: 500" in errors
+    assert not ready.exists() and not is_alive(json.loads((tmp_path / "told.json").read_text())["child"])
 
 
 def test_what_ends_before_it_serves_is_said(venv, tmp_path):

@@ -32,6 +32,7 @@ def vagen(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPr
         ["config", "check"],
         ["doctor", "engine"],
         ["sglang"],
+        ["watch-engine"],
     ],
 )
 def test_help_answers_at_once(words):

@@ -1,7 +1,7 @@
 """Starts SGLang on this machine's CPU from the environment that `make sglang-cpu` made, and waits until it serves.
 
-Owns flags, environment variables and the life of the process: it is announced in a ready file once it answers, and all
-processes that SGLang spawned end with the launcher.
+Owns flags, environment variables and the life of the process: it is announced in a ready file once it answers, goes on
+by itself when its learner is lost, and all processes that SGLang spawned end with the launcher.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +25,7 @@ from types import FrameType
 import psutil
 
 from vagen.common.errors import ConfigError, EngineUnavailableError
+from vagen.tools.engine_watchdog import EngineWatchdog
 
 __all__ = ["SGLangOptions", "run_sglang", "sglang_python"]
 
@@ -67,6 +70,8 @@ class SGLangOptions:
     max_total_tokens: int = 32768
     """Of the KV cache, over all requests."""
     start_timeout_s: float = 300.0
+    pause_timeout_s: float = 60.0
+    """See `EngineWatchdog`."""
     ready_file: Path | None = None
     venv: Path | None = None
     """Default: see `sglang_python`."""
@@ -104,7 +109,7 @@ def sglang_python(venv: Path | None = None) -> Path:
 def run_sglang(options: SGLangOptions) -> None:
     """Serve until SIGTERM or SIGINT; the ready file is `{"pid": .., "url": ..}` with this process's pid.
 
-    Raises ConfigError where SGLang is not installed, EngineUnavailableError when it ends or does not come up.
+    Raises ConfigError where SGLang is not installed, EngineUnavailableError when it ends, does not come up, or sticks.
     """
     command = options.command()
     stopped: list[int] = []
@@ -116,16 +121,37 @@ def run_sglang(options: SGLangOptions) -> None:
     child = subprocess.Popen(command, env=_environment(options), start_new_session=True)
     try:
         _wait_until_ready(child, options, stopped)
-        while not stopped:
-            if child.poll() is not None:
-                raise EngineUnavailableError(f"SGLang ended with exit status {child.returncode}")
-            time.sleep(_POLL_S)
+        _serve(child, options, stopped)
     finally:
         if options.ready_file is not None:
             options.ready_file.unlink(missing_ok=True)
         _stop(child)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _serve(child: subprocess.Popen[bytes], options: SGLangOptions, stopped: list[int]) -> None:
+    """Until a signal. Raises EngineUnavailableError when SGLang ends or is stuck."""
+    watchdog = EngineWatchdog(
+        url=options.url,
+        api_key=options.api_key,
+        admin_api_key=options.admin_api_key,
+        pause_timeout_s=options.pause_timeout_s,
+    )
+    unwatch = threading.Event()
+    threads = ThreadPoolExecutor(1, thread_name_prefix="watchdog")
+    watching = threads.submit(watchdog.watch, unwatch)
+    # Not joined: what it waits for ends with SGLang.
+    threads.shutdown(wait=False)
+    try:
+        while not stopped and not watching.done():
+            if child.poll() is not None:
+                raise EngineUnavailableError(f"SGLang ended with exit status {child.returncode}")
+            time.sleep(_POLL_S)
+    finally:
+        unwatch.set()
+    if watching.done():
+        watching.result()
 
 
 def _environment(options: SGLangOptions) -> dict[str, str]:
