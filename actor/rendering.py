@@ -29,9 +29,9 @@ from tokenizers import Tokenizer
 
 from vagen.actor.messages import Conversation, Message, Picture
 from vagen.common.errors import ConfigError, ObservationError
-from vagen.common.grids import ImageGeometry
+from vagen.common.grids import AnyGeometry, image_geometry
 from vagen.common.trajectory import ImageRef, VisionTokens
-from vagen.common.vocabulary import read_model_json, vision_tokens
+from vagen.common.vocabulary import image_brackets, read_model_json, vision_tokens
 
 _RESPONSE_MARK = "\ue000response\ue001"
 _CACHE_ENTRIES = 4096
@@ -59,11 +59,13 @@ class ChatRenderer:
         special_tokens: dict[str, str],
         stop_token_ids: Sequence[int] = (),
         vision: VisionTokens | None = None,
-        geometry: ImageGeometry | None = None,
+        geometry: AnyGeometry | None = None,
+        image_brackets: tuple[str, str, str] | None = None,
         tokenizer_hash: str = "",
         model_hash: str = "",
     ) -> None:
-        """`special_tokens` are the template's variables (`bos_token`, `eos_token`).
+        """`special_tokens` are the template's variables (`bos_token`, `eos_token`). `image_brackets` are what stands
+        around an image and is not in the template (see `vagen.common.vocabulary.image_brackets`).
 
         Raises `ConfigError` for a template that does not end an assistant's message with one special token.
         """
@@ -74,6 +76,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._template = _compile(chat_template)
         self._special_tokens = special_tokens
+        self._image_brackets = image_brackets
         added = tokenizer.get_added_tokens_decoder()
         names = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names)) or "(?!)")
@@ -105,7 +108,7 @@ class ChatRenderer:
         tokenizer = Tokenizer.from_file(str(path))
         template = _find_template(folder, settings)
         vision = vision_tokens(folder)
-        geometry = ImageGeometry.load(folder) if vision else None
+        geometry = image_geometry(folder) if vision else None
         if vision and geometry and vision.merge_size != geometry.merge_size:
             raise ConfigError(
                 f"{folder}: spatial_merge_size {vision.merge_size} of config.json differs from merge_size "
@@ -118,6 +121,7 @@ class ChatRenderer:
             stop_token_ids=_eos_ids(folder, config),
             vision=vision,
             geometry=geometry,
+            image_brackets=image_brackets(folder) if vision else None,
             tokenizer_hash=xxhash.xxh3_128_hexdigest(path.read_bytes() + template.encode()),
             model_hash=xxhash.xxh3_128_hexdigest((folder / "config.json").read_bytes()),
         )
@@ -209,7 +213,7 @@ class ChatRenderer:
         assert len(refs) == len(pictures), f"{len(refs)} placeholders for {len(pictures)} pictures"
         return expanded, refs
 
-    def _require_geometry(self) -> ImageGeometry:
+    def _require_geometry(self) -> AnyGeometry:
         if self.geometry is None:
             raise ObservationError("a picture for a model without vision")
         return self.geometry
@@ -249,9 +253,15 @@ class ChatRenderer:
 
     def _apply(self, chat: list[dict[str, Any]]) -> str:
         try:
-            return self._template.render(messages=chat, add_generation_prompt=True, **self._special_tokens)
+            text = self._template.render(messages=chat, add_generation_prompt=True, **self._special_tokens)
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template: {error}") from error
+        # No text of a message holds the placeholder, which is a control token.
+        return (
+            text
+            if self._image_brackets is None
+            else text.replace(self._image_brackets[1], "".join(self._image_brackets))
+        )
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

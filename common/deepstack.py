@@ -1,6 +1,6 @@
 """Qwen3-VL's vision tower: images in one batched forward, and the features that go into the first decoder layers.
 
-Owns the tower only, as `vagen.common.vision` owns Qwen2.5-VL's, and the choice between the two. Where features of
+Owns the tower only, as `vagen.common.vision` owns Qwen2.5-VL's. Where features of
 inner blocks (DeepStack) enter the decoder is the business of engine and learner.
 
 Legend: as `vagen.common.vision`; K inner blocks whose features the decoder reads too.
@@ -19,7 +19,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from vagen.common.vision import BatchedVisionTower, Grid, GridPlan
 
-__all__ = ["DeepstackVisionTower", "vision_tower"]
+__all__ = ["DeepstackVisionTower"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,3 @@ class DeepstackVisionTower(BatchedVisionTower):
             kwargs={},
         )
         return _DeepstackPlan(**vars(plan), taps=taps.to(device), weights=weights.to(device))
-
-
-def vision_tower(visual: Any) -> BatchedVisionTower:
-    """The tower around transformers' vision module. Raises ConfigError for one of an unknown family."""
-    kind = DeepstackVisionTower if isinstance(visual, Qwen3VLVisionModel) else BatchedVisionTower
-    return kind(visual)

@@ -15,10 +15,10 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,9 +30,21 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from vagen.common.errors import ConfigError, ObservationError
-from vagen.common.grids import ImageGeometry, smart_resize
+from vagen.common.grids import ImageGeometry, read_processor, smart_resize
 
-__all__ = ["BatchedVisionTower", "Grid", "GridPlan", "ImageSpec", "mrope_axes", "mrope_positions", "preprocess_image"]
+__all__ = [
+    "BatchedVisionTower",
+    "Grid",
+    "GridPlan",
+    "ImageSpec",
+    "VisionTower",
+    "decode_picture",
+    "mrope_axes",
+    "mrope_positions",
+    "normalised",
+    "preprocess_image",
+    "read_pixel_settings",
+]
 
 Grid = tuple[int, int, int]
 """Patches of one image along (time, height, width), before merging."""
@@ -57,24 +69,19 @@ class ImageSpec(ImageGeometry):
     @classmethod
     def load(cls, model_dir: str | Path) -> ImageSpec:
         """Read `preprocessor_config.json`. Raises ConfigError where it is missing or asks for another pipeline."""
-        path = Path(model_dir) / "preprocessor_config.json"
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file; a vision-language model directory needs it")
-        raw = json.loads(path.read_text())
-        for key, only in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", _BICUBIC)):
-            if raw.get(key, only) != only:
-                raise ConfigError(f"{path}: {key} must be {only}, got {raw[key]}")
-        if not math.isclose(raw.get("rescale_factor", 1 / 255), 1 / 255):
-            raise ConfigError(f"{path}: rescale_factor must be 1/255, got {raw['rescale_factor']}")
-        size = raw.get("size") or {}
-        options: dict[str, Any] = {
-            "min_pixels": raw.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
-            "max_pixels": raw.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
-            "mean": tuple(raw["image_mean"]) if "image_mean" in raw else None,
-            "std": tuple(raw["image_std"]) if "image_std" in raw else None,
-        }
-        options |= {key: raw.get(key) for key in ("patch_size", "merge_size", "temporal_patch_size")}
-        return cls(**{key: value for key, value in options.items() if value is not None})
+        pixels = read_pixel_settings(model_dir)
+        geometry = ImageGeometry.load(model_dir)
+        return cls(**{field.name: getattr(geometry, field.name) for field in fields(ImageGeometry)}, **pixels)
+
+    def preprocess(self, image: bytes | Image.Image) -> tuple[Tensor, Grid]:
+        """See `preprocess_image`."""
+        return preprocess_image(image, self)
+
+    def positions(
+        self, token_ids: NDArray[np.integer], grids: Sequence[Grid], image_token_id: int
+    ) -> NDArray[np.int64]:
+        """See `mrope_positions`."""
+        return mrope_positions(token_ids, grids, image_token_id=image_token_id, merge_size=self.merge_size)
 
     def save(self, model_dir: str | Path) -> None:
         """Write `preprocessor_config.json` as transformers reads it."""
@@ -98,16 +105,26 @@ class ImageSpec(ImageGeometry):
         (Path(model_dir) / "preprocessor_config.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
+def read_pixel_settings(model_dir: str | Path) -> dict[str, Any]:
+    """`mean` and `std` where `preprocessor_config.json` states them. Raises ConfigError where it is missing or asks for
+    other steps than resizing, rescaling and normalising.
+    """
+    path, raw = Path(model_dir) / "preprocessor_config.json", read_processor(model_dir)
+    for key, only in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", _BICUBIC)):
+        if raw.get(key, only) != only:
+            raise ConfigError(f"{path}: {key} must be {only}, got {raw[key]}")
+    if not math.isclose(raw.get("rescale_factor", 1 / 255), 1 / 255):
+        raise ConfigError(f"{path}: rescale_factor must be 1/255, got {raw['rescale_factor']}")
+    return {name: tuple(raw[f"image_{name}"]) for name in ("mean", "std") if raw.get(f"image_{name}") is not None}
+
+
 def preprocess_image(image: bytes | Image.Image, spec: ImageSpec) -> tuple[Tensor, Grid]:
     """Patches float32 [P, D] and grid of one image, bit for bit those of transformers' PIL processor.
 
     `image` is an encoded file (PNG as the engine saw it) or a PIL image; transparency is composed onto white.
     Raises ObservationError where the bytes are no image or its shape is out of bounds.
     """
-    try:
-        picture = _to_rgb(Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image)
-    except OSError as error:
-        raise ObservationError(f"image does not decode: {error}") from error
+    picture = decode_picture(image)
     height, width = smart_resize(
         picture.height,
         picture.width,
@@ -117,15 +134,27 @@ def preprocess_image(image: bytes | Image.Image, spec: ImageSpec) -> tuple[Tenso
     )
     if (picture.height, picture.width) != (height, width):
         picture = picture.resize((width, height), resample=Image.Resampling.BICUBIC)
-    pixels = np.asarray(picture)
-    table = _normalisation_table(spec.mean, spec.std)
     rows, columns, p, m = height // spec.patch_size, width // spec.patch_size, spec.patch_size, spec.merge_size
-    values = np.stack([table[c][pixels[..., c]] for c in range(3)])
+    values = normalised(picture, spec.mean, spec.std)
     blocks = values.reshape(3, rows // m, m, p, columns // m, m, p).transpose(1, 4, 2, 5, 0, 3, 6)
     frames = np.broadcast_to(
         blocks[:, :, :, :, :, None], (*blocks.shape[:5], spec.temporal_patch_size, *blocks.shape[5:])
     )
     return torch.from_numpy(frames.reshape(rows * columns, spec.patch_dim)), (1, rows, columns)
+
+
+def decode_picture(image: bytes | Image.Image) -> Image.Image:
+    """RGB of an encoded file or a PIL image, transparency composed onto white. Raises ObservationError for no image."""
+    try:
+        return _to_rgb(Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image)
+    except OSError as error:
+        raise ObservationError(f"image does not decode: {error}") from error
+
+
+def normalised(picture: Image.Image, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+    """[3, height, width] float32 of an RGB picture, bit for bit as transformers rescales and normalises."""
+    pixels, table = np.asarray(picture), _normalisation_table(mean, std)
+    return np.stack([table[c][pixels[..., c]] for c in range(3)])
 
 
 def _to_rgb(picture: Image.Image) -> Image.Image:
@@ -210,6 +239,18 @@ class GridPlan:
     slot: Tensor | None
 
 
+class VisionTower(Protocol):
+    """Features [M, (1 + K) * H] of patches [P, D], both image after image in the order of `grids`.
+
+    Around a vision module that its owner saves and moves. K as in `vagen.common.deepstack`; 0 elsewhere.
+    """
+
+    merge_unit: int
+    """Patches of a feature."""
+
+    def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...
+
+
 class BatchedVisionTower:
     """Features of many images in one forward of transformers' Qwen2.5-VL vision module (`hf.model.visual`).
 
@@ -227,7 +268,7 @@ class BatchedVisionTower:
         if not isinstance(visual, self.module_type):
             raise ConfigError(f"vision tower must be a {self.module_type.__name__}, got {type(visual).__name__}")
         self._merge_size = int(self._visual.spatial_merge_size)
-        self._merge_unit = self._merge_size**2
+        self.merge_unit = self._merge_size**2
         self._full_attention = self._attention_kinds()
         self._plans: dict[tuple[Grid, torch.device], GridPlan] = {}
 
@@ -261,11 +302,11 @@ class BatchedVisionTower:
         weight = visual.patch_embed.proj.weight
         x = F.linear(patches.to(weight.dtype), weight.flatten(1))
         if plan.order is not None:
-            x = x.unflatten(1, (-1, self._merge_unit))[:, plan.order].flatten(1, 2)
+            x = x.unflatten(1, (-1, self.merge_unit))[:, plan.order].flatten(1, 2)
         for block, full in zip(visual.blocks, self._full_attention, strict=True):
             x = x + self._attention(block.attn, block.norm1(x), plan, full)
             x = x + block.mlp(block.norm2(x))
-        merged = visual.merger.mlp(visual.merger.ln_q(x).unflatten(1, (-1, self._merge_unit)).flatten(2))
+        merged = visual.merger.mlp(visual.merger.ln_q(x).unflatten(1, (-1, self.merge_unit)).flatten(2))
         return merged if plan.reverse is None else merged[:, plan.reverse]
 
     def _attention(self, module: Any, x: Tensor, plan: GridPlan, full: bool) -> Tensor:
@@ -309,7 +350,7 @@ class BatchedVisionTower:
             mask = None if bool(valid.all()) else valid[:, None, None].to(device)
             slot = valid.flatten().nonzero()[:, 0].to(device)
             order, reverse = order.to(device), order.argsort().to(device)
-            cos, sin = (t.unflatten(0, (-1, self._merge_unit))[order].flatten(0, 1) for t in (cos, sin))
+            cos, sin = (t.unflatten(0, (-1, self.merge_unit))[order].flatten(0, 1) for t in (cos, sin))
         # Two axes for (query or key, head).
         cos, sin = (t[:, None, None].float().contiguous() for t in (cos, sin))
         return GridPlan(

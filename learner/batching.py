@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from vagen.common.errors import ConfigError, ObservationError, TrajectoryError
+from vagen.common.towers import AnyImageSpec, image_spec
 from vagen.common.trajectory import ImageRef, Row, Trajectory, VisionTokens
-from vagen.common.vision import Grid, ImageSpec, mrope_positions, preprocess_image
+from vagen.common.vision import Grid
 from vagen.common.vocabulary import read_model_json, vision_tokens
 from vagen.learner.model.batch import ImageBatch, PackedBatch
 
@@ -91,7 +92,7 @@ class TrainingBatch:
 class ImageStore:
     """Images of a batch, preprocessed once each by content hash; a text model, whose `spec` is None, has none."""
 
-    def __init__(self, spec: ImageSpec | None) -> None:
+    def __init__(self, spec: AnyImageSpec | None) -> None:
         self._spec = spec
         self._images: dict[str, tuple[torch.Tensor, Grid]] = {}
 
@@ -102,7 +103,7 @@ class ImageStore:
         if self._spec is None:
             raise ObservationError("an image for a model without vision")
         if name not in self._images:
-            self._images[name] = preprocess_image(encoded, self._spec)
+            self._images[name] = self._spec.preprocess(encoded)
         return self._images[name][1]
 
     def batch(self, names: Sequence[str]) -> ImageBatch | None:
@@ -124,7 +125,7 @@ class RowPreparer:
     `spec` and `vision` are None for a text model.
     """
 
-    def __init__(self, spec: ImageSpec | None, vision: VisionTokens | None, vocab_size: int) -> None:
+    def __init__(self, spec: AnyImageSpec | None, vision: VisionTokens | None, vocab_size: int) -> None:
         self.vision = vision
         self._spec = spec
         self._vocab_size = vocab_size
@@ -137,7 +138,7 @@ class RowPreparer:
         vocab_size = (config.get("text_config") or config).get("vocab_size")
         if not isinstance(vocab_size, int):
             raise ConfigError(f"{model_dir / 'config.json'}: vocab_size must be an int, got {vocab_size!r}")
-        return cls(ImageSpec.load(model_dir) if vision else None, vision, vocab_size)
+        return cls(image_spec(model_dir) if vision else None, vision, vocab_size)
 
     @property
     def forbidden_token_ids(self) -> torch.Tensor:
@@ -196,9 +197,7 @@ class RowPreparer:
         """int64 [3, T]."""
         if self.vision is None or self._spec is None:
             return np.broadcast_to(np.arange(len(token_ids)), (3, len(token_ids)))
-        return mrope_positions(
-            token_ids, grids, image_token_id=self.vision.image_token_id, merge_size=self._spec.merge_size
-        )
+        return self._spec.positions(token_ids, grids, self.vision.image_token_id)
 
 
 def prepare_batch(

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import (
+    InternVLForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -31,10 +32,10 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from vagen.actor.local_engine.config import EngineConfig
-from vagen.common.deepstack import vision_tower
 from vagen.common.errors import ConfigError
+from vagen.common.towers import AnyImageSpec, image_spec, vision_tower
 from vagen.common.trajectory import VisionTokens
-from vagen.common.vision import Grid, ImageSpec, mrope_axes
+from vagen.common.vision import Grid, mrope_axes
 from vagen.common.vocabulary import read_model_json, vision_tokens
 
 __all__ = ["EngineModel"]
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KINDS: dict[str, Any] = {
+    "internvl": InternVLForConditionalGeneration,
     "qwen2": Qwen2ForCausalLM,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
     "qwen3": Qwen3ForCausalLM,
@@ -76,7 +78,7 @@ class EngineModel:
         self.device = torch.device(config.device)
         self.dtype = _DTYPES[config.dtype]
         self.hf = _load(model_dir, self.dtype).to(self.device).eval().requires_grad_(False)
-        is_vl = hasattr(self.hf.model, "visual")
+        is_vl = hasattr(self.hf.model, "language_model")
         self._text: Any = self.hf.model.language_model if is_vl else self.hf.model
         text = self._text.config
         _check_supported(text)
@@ -86,12 +88,13 @@ class EngineModel:
         self.eos_token_ids = _eos_token_ids(self.hf)
         self.vision_tokens: VisionTokens | None = None
         self.video_token_id = -1
-        self.image_spec: ImageSpec | None = None
+        self.image_spec: AnyImageSpec | None = None
         if is_vl:
             self.vision_tokens = vision_tokens(model_dir)
-            self.video_token_id = int(self.hf.config.video_token_id)
-            self.image_spec = ImageSpec.load(model_dir)
-            self._visual = vision_tower(self.hf.model.visual)
+            self.video_token_id = int(getattr(self.hf.config, "video_token_id", -1))
+            self.image_spec = image_spec(model_dir)
+            # InternVL has no module of its own around tower and projector.
+            self._visual = vision_tower(getattr(self.hf.model, "visual", self.hf.model))
         self._num_heads = int(text.num_attention_heads)
         self._num_kv_heads = int(text.num_key_value_heads)
         self._head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // self._num_heads)

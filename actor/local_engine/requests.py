@@ -19,8 +19,9 @@ from torch import Tensor
 
 from vagen.actor.local_engine.cache import ByteBoundedCache
 from vagen.common.errors import ObservationError
+from vagen.common.towers import AnyImageSpec
 from vagen.common.trajectory import VisionTokens, content_hash
-from vagen.common.vision import Grid, ImageSpec, mrope_positions, preprocess_image
+from vagen.common.vision import Grid
 
 __all__ = ["BadRequest", "GenerateBody", "ImageInput", "Request", "RequestFactory", "SamplingParams"]
 
@@ -164,7 +165,7 @@ class RequestFactory:
         eos_token_ids: Sequence[int],
         vision_tokens: VisionTokens | None,
         video_token_id: int,
-        image_spec: ImageSpec | None,
+        image_spec: AnyImageSpec | None,
         image_cache_bytes: int,
         seed: int | None,
     ) -> None:
@@ -247,7 +248,7 @@ class RequestFactory:
             digest = content_hash(file)
             image = self._images.get(digest)
             if image is None:
-                patches, grid = preprocess_image(file, self._image_spec)
+                patches, grid = self._image_spec.preprocess(file)
                 image = ImageInput(digest, patches, grid)
                 self._images.put(digest, image, patches.nbytes)
         except (binascii.Error, ObservationError) as error:
@@ -275,12 +276,7 @@ class RequestFactory:
         if not images:
             return np.broadcast_to(np.arange(len(prompt)), (3, len(prompt)))
         assert self._vision_tokens is not None and self._image_spec is not None
-        return mrope_positions(
-            prompt,
-            [image.grid for image in images],
-            image_token_id=self._vision_tokens.image_token_id,
-            merge_size=self._image_spec.merge_size,
-        )
+        return self._image_spec.positions(prompt, [image.grid for image in images], self._vision_tokens.image_token_id)
 
 
 def _require(holds: bool, path: str, value: object, bound: str) -> None:

@@ -37,6 +37,17 @@ __all__ = ["StagedWeights", "WeightReceiver", "WeightUpdateError", "engine_name"
 logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head.weight"
+_RENAMED = {
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    "model.vision_tower.": "visual.vision_tower.",
+    "model.multi_modal_projector.": "visual.multi_modal_projector.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "visual.vision_tower.",
+    "multi_modal_projector.": "visual.multi_modal_projector.",
+}
+"""Prefixes: transformers' state dict, then where the hub's differ from both."""
 _MAX_GROUPS = 4
 """Trainers that died leave their groups behind: the oldest makes room."""
 _JOIN_MARGIN_S = 0.5
@@ -60,8 +71,10 @@ class StagedWeights:
 
 
 def engine_name(name: str) -> str:
-    """transformers' name of a parameter -> the engine's (SGLang's): `visual.*`, `model.*`, `lm_head.weight`."""
-    for prefix, renamed in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+    """transformers' name of a parameter, or the hub's -> the engine's (SGLang's): `visual.*`, `model.*`,
+    `lm_head.weight`.
+    """
+    for prefix, renamed in _RENAMED.items():
         if name.startswith(prefix):
             return renamed + name.removeprefix(prefix)
     return name

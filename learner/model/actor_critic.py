@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from vagen.common.deepstack import vision_tower
 from vagen.common.errors import CheckpointError, TrajectoryError
-from vagen.common.vision import BatchedVisionTower
+from vagen.common.towers import vision_tower
+from vagen.common.vision import VisionTower
 from vagen.common.vocabulary import read_model_json
 from vagen.learner.losses.two_hot import bin_centres, expectation
 from vagen.learner.model.attention import SegmentedSeqParams
@@ -59,9 +59,9 @@ class VisionLanguageActorCritic(MegatronModule):
         self.tied = bool(hf_config.tie_word_embeddings)
         self.language_model = language_model
         self.visual: nn.Module | None = None
-        self._tower: BatchedVisionTower | None = None
-        if self.family.vision_prefix is not None:
-            self.visual = self.family.vision_class._from_config(hf_config.vision_config)
+        self._tower: VisionTower | None = None
+        if self.family.vision is not None:
+            self.visual = self.family.vision(hf_config)
             self.visual.to(options.dtype).requires_grad_(not options.freeze_vision)
             self._tower = vision_tower(self.visual)
         # In the dtype of the rest (see build_gpt); its master copy and its product are float32.
@@ -155,8 +155,7 @@ class VisionLanguageActorCritic(MegatronModule):
         features = self._tower(images.patches, grids)
         if images.index is None:
             return features
-        merge_unit = int(self.hf_config.vision_config.spatial_merge_size) ** 2
-        sizes = images.grids.prod(-1) // merge_unit
+        sizes = images.grids.prod(-1) // self._tower.merge_unit
         starts = sizes.cumsum(0) - sizes
         used = images.index
         if len(used) and (int(used.min()) < 0 or int(used.max()) >= len(sizes)):
@@ -181,11 +180,10 @@ class VisionLanguageActorCritic(MegatronModule):
         model = cls(AutoConfig.from_pretrained(source), options or ModelOptions(), source)
         state = {model.family.hf_name(name): tensor for name, tensor in read_weights(source).items()}
         load_decoder(model.language_model, model._rules, state)
-        prefix = model.family.vision_prefix
         try:
-            if model.visual is not None and prefix is not None:
-                vision = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-                model.visual.load_state_dict(vision)
+            if model.visual is not None:
+                named = [(model.family.vision_name(name), tensor) for name, tensor in state.items()]
+                model.visual.load_state_dict({name: tensor for name, tensor in named if name is not None})
             if (source / VALUE_HEAD_FILE).is_file():
                 model._load_value_head(source / VALUE_HEAD_FILE)
         except RuntimeError as error:

@@ -182,3 +182,25 @@ def test_the_actor_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=60)
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_what_stands_around_an_image_is_added_where_the_template_leaves_it_out(
+    renderer: ChatRenderer, model_dir: Path, tmp_path: Path
+) -> None:
+    """InternVL's template renders the bare placeholder, and its processor adds the rest."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    config, settings = (json.loads((folder / f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
+    config["model_type"] = "internvl"
+    (folder / "config.json").write_text(json.dumps(config))
+    names = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+    template = (folder / "chat_template.jinja").read_text()
+    assert "".join(names) in template
+    (folder / "chat_template.jinja").write_text(template.replace("".join(names), names[1]))
+    keys = ("start_image_token", "context_image_token", "end_image_token")
+    with pytest.raises(ConfigError, match="expected start_image_token"):
+        ChatRenderer.load(folder)
+    settings["extra_special_tokens"] = dict(zip(keys, names, strict=True))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    conversation = (Message("user", (picture(), "look", picture())),)
+    assert ChatRenderer.load(folder).render(conversation).token_ids == renderer.render(conversation).token_ids

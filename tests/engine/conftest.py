@@ -216,11 +216,13 @@ class Lab:
     logprobs_of = staticmethod(tiny.logprobs_of)
     gather_logprobs = staticmethod(tiny.gather_logprobs)
     inputs = staticmethod(tiny.model_inputs)
+    picture_inputs = staticmethod(tiny.picture_inputs)
 
     @staticmethod
     def build(family: str, folder: Path) -> Any:
         """transformers' tiny model of a family, saved in `folder`."""
         builders = {
+            "internvl": tiny.build_internvl,
             "qwen2": tiny.build_text_model,
             "qwen2_5_vl": tiny.build_model,
             "qwen3": tiny.build_qwen3,

@@ -9,9 +9,11 @@ import torch
 
 from vagen.actor.local_engine.config import EngineConfig
 from vagen.actor.local_engine.model import EngineModel
+from vagen.actor.local_engine.weights import WeightReceiver
 from vagen.actor.messages import Message, Picture
 from vagen.actor.rendering import ChatRenderer
-from vagen.common.vision import ImageSpec, mrope_positions, preprocess_image
+from vagen.common.towers import image_spec
+from vagen.common.weight_transfer import tensor_checksum
 from vagen.learner.batching import RowPreparer
 from vagen.learner.engine_control import ProbeAnswer
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
@@ -64,14 +66,26 @@ def test_weights_written_into_parameters_reach_the_forward_pass(lab, tmp_path):
     torch.testing.assert_close(logits[0], hf(torch.tensor(TEXTS[:1])).logits[0, -1], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "internvl"])
+def test_a_saved_folder_holds_every_parameter_of_the_engine(lab, tmp_path, family):
+    """Under the hub's names, which the engine's differ from."""
+    lab.build(family, tmp_path)
+    engine = EngineModel(tmp_path, EngineConfig(max_running=1, max_context=64))
+    receiver = WeightReceiver(engine.hf, is_tied=engine.is_tied, timeout_s=1.0)
+    receiver.begin()
+    receiver.read_folder(tmp_path, "1")
+    staged = receiver.end().tensors
+    assert {name: tensor_checksum(tensor) for name, tensor in staged.items()} == receiver.checksums()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
 @torch.no_grad()
 def test_logits_with_pictures_are_those_of_transformers(lab, tmp_path, family):
     hf = lab.build(family, tmp_path)
     engine = EngineModel(tmp_path, EngineConfig(max_running=2, max_context=128))
-    spec = ImageSpec.load(tmp_path)
+    spec = image_spec(tmp_path)
     shown = [[lab.png(7)], [lab.png(8, width=112, height=56), lab.png(9)]]
-    pictures = [[preprocess_image(png, spec) for png in pngs] for pngs in shown]
+    pictures = [[spec.preprocess(png) for png in pngs] for pngs in shown]
     rows = []
     for row in pictures:
         spans = [[lab.vision_start, *[lab.image] * spec.num_tokens(grid), lab.vision_end] for _, grid in row]
@@ -79,27 +93,21 @@ def test_logits_with_pictures_are_those_of_transformers(lab, tmp_path, family):
     ids, lengths = padded(rows)
     positions = np.zeros((3, *ids.shape), np.int64)
     for i, (row, images) in enumerate(zip(rows, pictures, strict=True)):
-        positions[:, i, : len(row)] = mrope_positions(
-            np.array(row), [grid for _, grid in images], image_token_id=lab.image
-        )
+        positions[:, i, : len(row)] = spec.positions(np.array(row), [grid for _, grid in images], lab.image)
     following = positions.max((0, 2)) + 1
     patches, grids = zip(*(image for images in pictures for image in images), strict=True)
     logits = engine.prefill(0, ids, positions, lengths, engine.image_features(patches, grids))
     for step in range(NUM_TOKENS):
         for got, row, images in zip(logits, rows, pictures, strict=True):
-            inputs = {
-                "input_ids": torch.tensor([row]),
-                "mm_token_type_ids": (torch.tensor([row]) == lab.image).int(),
-                "pixel_values": torch.cat([patch for patch, _ in images]),
-                "image_grid_thw": torch.tensor([grid for _, grid in images]),
-            }
-            torch.testing.assert_close(got, hf(**inputs).logits[0, -1], rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(
+                got, hf(**lab.picture_inputs(hf, row, images)).logits[0, -1], rtol=1e-4, atol=2e-5
+            )
         sampled = np.array([50 + step, 60 + step])
         logits = engine.decode(sampled, following + step, lengths + step)
         rows = [[*row, int(token)] for row, token in zip(rows, sampled, strict=True)]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
 @torch.no_grad()
 def test_logprobs_after_a_picture_are_the_learners(lab, tmp_path, family):
     """From the rendered prompt through the processors of both, at a temperature, without forbidden tokens."""
@@ -112,8 +120,8 @@ def test_logprobs_after_a_picture_are_the_learners(lab, tmp_path, family):
     forbidden = torch.tensor(renderer.vision.forbidden_token_ids)
 
     engine = EngineModel(tmp_path, EngineConfig(max_running=1, max_context=128))
-    patches, grid = preprocess_image(png, engine.image_spec)
-    positions = mrope_positions(np.array(token_ids), [grid], image_token_id=lab.image)
+    patches, grid = engine.image_spec.preprocess(png)
+    positions = engine.image_spec.positions(np.array(token_ids), [grid], lab.image)
     ids, lengths = padded([token_ids])
     logits = engine.prefill(0, ids, positions[:, None], lengths, engine.image_features([patches], [grid]))
     sampled, logprobs, following = [], [], np.array([positions.max() + 1])
@@ -140,7 +148,12 @@ def test_logprobs_after_a_picture_are_the_learners(lab, tmp_path, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "shown"), [("qwen3_vl", {"pictures", "vision cache"}), ("qwen3", {"prompt", "update"})]
+    ("family", "shown"),
+    [
+        ("qwen3_vl", {"pictures", "vision cache"}),
+        ("internvl", {"pictures", "vision cache"}),
+        ("qwen3", {"prompt", "update"}),
+    ],
 )
 def test_an_engine_agrees_with_the_learner(lab, serve, tmp_path, family, shown):
     """Names, weights, tokens of a prompt, log-probabilities within 1e-4, and an update (of the vision tower)."""

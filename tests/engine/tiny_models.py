@@ -6,6 +6,7 @@ Loaded by path (see `tests/engine/conftest.py`), since tests are no package.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -26,6 +29,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from vagen.common.vision import ImageSpec, preprocess_image
 from vagen.tools.tiny_tokenizer import CHAT_TEMPLATE
@@ -125,6 +129,40 @@ def build_qwen3_vl(folder: Path) -> Qwen3VLForConditionalGeneration:
     return save(Qwen3VLForConditionalGeneration(config), folder)
 
 
+def build_internvl(folder: Path) -> InternVLForConditionalGeneration:
+    """A tiny model of tiles of 56 x 56 pixels, whose chat template leaves out what stands around an image."""
+    torch.manual_seed(4)
+    config = InternVLConfig(
+        text_config=text_settings() | {"head_dim": 32, "model_type": "qwen3"},
+        vision_config=dict(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            attention_bias=True,
+            image_size=56,
+            patch_size=14,
+            initializer_range=0.08,
+        ),
+        image_token_id=IMAGE,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    folder.mkdir(exist_ok=True)
+    GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, max_patches=4).save_pretrained(folder)
+    model = save(InternVLForConditionalGeneration(config), folder)
+    around, image = (SPECIAL[VISION_START], SPECIAL[VISION_END]), SPECIAL[IMAGE]
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace(image.join(around), image))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["extra_special_tokens"] = {
+        "start_image_token": around[0],
+        "context_image_token": image,
+        "end_image_token": around[1],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return model
+
+
 def save(model: PreTrainedModel, folder: Path) -> Any:
     """Write a model and its tokenizer, with random biases and norms, which transformers would leave 0 and 1."""
     model = model.float().eval()
@@ -209,9 +247,23 @@ def model_inputs(
     grids = iter(grid for _, grid in decoded)
     for token in ids:
         expanded += [token] * (spec.num_tokens(next(grids)) if token == IMAGE else 1)
-    row = torch.tensor([[*expanded, *output]])
-    inputs: dict[str, Any] = {"input_ids": row, "mm_token_type_ids": (row == IMAGE).int()}
-    if images:
-        inputs["pixel_values"] = torch.cat([patches for patches, _ in decoded])
-        inputs["image_grid_thw"] = torch.tensor([grid for _, grid in decoded])
-    return inputs
+    return picture_inputs(model, [*expanded, *output], decoded)
+
+
+def picture_inputs(
+    model: PreTrainedModel, row: Sequence[int], pictures: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]
+) -> dict[str, Any]:
+    """As transformers' model takes a row whose placeholders are expanded, and the patches and grids of its pictures."""
+    ids = torch.tensor([row])
+    if not pictures:
+        return {"input_ids": ids}
+    patches = torch.cat([patches for patches, _ in pictures])
+    if model.config.model_type == "internvl":
+        tiles = patches.unflatten(0, (-1, 4, 4)).unflatten(-1, (3, 14, 14)).permute(0, 3, 1, 4, 2, 5)
+        return {"input_ids": ids, "pixel_values": tiles.reshape(-1, 3, 56, 56)}
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == IMAGE).int(),
+        "pixel_values": patches,
+        "image_grid_thw": torch.tensor([grid for _, grid in pictures]),
+    }

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
@@ -19,6 +21,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from vagen.common.vision import Grid, ImageSpec, mrope_positions
 from vagen.learner.model import parallel
@@ -135,6 +138,48 @@ def save_qwen3_vl(tmp_path: Path) -> SaveModel:
     return build
 
 
+@pytest.fixture
+def save_internvl(tmp_path: Path) -> SaveModel:
+    """InternVL whose tiles are 4 x 4 patches: returns (transformers model, its directory)."""
+
+    def build(*, tied: bool = False, decoder: str = "qwen3", name: str = "internvl") -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        config = InternVLConfig(
+            text_config={
+                "model_type": decoder,
+                "vocab_size": 512,
+                "hidden_size": 64,
+                "intermediate_size": 160,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 512,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            }
+            | ({"head_dim": 32} if decoder == "qwen3" else {}),
+            vision_config={
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "attention_bias": True,
+                "image_size": 56,
+                "patch_size": 14,
+            },
+            image_token_id=IMAGE,
+            image_seq_length=4,
+            tie_word_embeddings=tied,
+        )
+        model = _randomise(InternVLForConditionalGeneration(config))
+        directory = tmp_path / name
+        model.save_pretrained(directory)
+        GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, max_patches=4).save_pretrained(directory)
+        (directory / "chat_template.jinja").write_text("{{ messages }}")
+        return model, directory
+
+    return build
+
+
 def _save_text(model_class: Any, config_class: Any, directory: Path, **changes: Any) -> tuple[Any, Path]:
     torch.manual_seed(0)
     options: dict[str, Any] = {
@@ -176,6 +221,16 @@ def save_qwen3(tmp_path: Path) -> SaveModel:
 @pytest.fixture
 def vl_rows() -> list[tuple[list[int], list[Grid]]]:
     """Rows (expanded token ids, grids) of unequal lengths, with no, one and two images."""
+    return _rows((1, 4, 4), (1, 8, 12))
+
+
+@pytest.fixture
+def tile_rows() -> list[tuple[list[int], list[Grid]]]:
+    """The same of a model that cuts images into tiles: one, or five."""
+    return _rows((1, 4, 4), (5, 4, 4))
+
+
+def _rows(small: Grid, wide: Grid) -> list[tuple[list[int], list[Grid]]]:
     rng = np.random.default_rng(3)
 
     def text(n: int) -> list[int]:
@@ -184,7 +239,6 @@ def vl_rows() -> list[tuple[list[int], list[Grid]]]:
     def image(grid: Grid) -> list[int]:
         return [VISION_START, *[IMAGE] * (grid[0] * grid[1] * grid[2] // 4), VISION_END]
 
-    small, wide = (1, 4, 4), (1, 8, 12)
     return [
         (text(4) + image(small) + text(9), [small]),
         (text(3) + image(wide) + text(5) + image(small) + text(30), [wide, small]),
@@ -195,17 +249,27 @@ def vl_rows() -> list[tuple[list[int], list[Grid]]]:
 
 @pytest.fixture
 def pack() -> Callable[..., PackedBatch]:
-    """Pack rows: the last `scored` tokens of each are scored; patches are random, one set for each image."""
+    """Pack rows: the last `scored` tokens of each are scored; patches are random, one set for each image.
+
+    Those of a `tiled` model have one frame, and its positions are those of text.
+    """
 
     def build(
-        rows: Sequence[tuple[Sequence[int], Sequence[Grid]]], *, scored: int = 6, patches: torch.Tensor | None = None
+        rows: Sequence[tuple[Sequence[int], Sequence[Grid]]],
+        *,
+        scored: int = 6,
+        patches: torch.Tensor | None = None,
+        tiled: bool = False,
     ) -> PackedBatch:
         bounds = np.cumsum([0, *(len(ids) for ids, _ in rows)])
         grids = [grid for _, row_grids in rows for grid in row_grids]
         if patches is None:
             generator = torch.Generator().manual_seed(11)
-            patches = torch.randn(sum(int(np.prod(g)) for g in grids), 1176, generator=generator)
-        positions = [mrope_positions(np.array(ids), row_grids, image_token_id=IMAGE) for ids, row_grids in rows]
+            patches = torch.randn(sum(int(np.prod(g)) for g in grids), 588 if tiled else 1176, generator=generator)
+        positions = [
+            mrope_positions(np.array(ids), [] if tiled else row_grids, image_token_id=-1 if tiled else IMAGE)
+            for ids, row_grids in rows
+        ]
         return PackedBatch(
             token_ids=torch.tensor([token for ids, _ in rows for token in ids]),
             position_ids=torch.from_numpy(np.concatenate(positions, axis=1)),

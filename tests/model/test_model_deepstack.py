@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from vagen.common.deepstack import vision_tower
 from vagen.common.errors import ConfigError
+from vagen.common.towers import vision_tower
 from vagen.common.vision import Grid, ImageSpec, mrope_axes, preprocess_image
 
 PREPROCESSOR = {

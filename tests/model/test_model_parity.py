@@ -21,6 +21,8 @@ IMAGE = 500
 FORBIDDEN = torch.tensor([500, 501, 502])
 VISION_FAMILIES = ["vl", "qwen3_vl"]
 Pack = Callable[..., PackedBatch]
+_ROUNDING = 1e-9
+"""What a gradient that is 0 comes to: that of a bias of keys which are not rotated."""
 
 
 def _reference(
@@ -40,11 +42,8 @@ def _reference(
                 last += 1
                 if last == len(batch.images.grids):
                     break
-            inputs |= {
-                "pixel_values": batch.images.patches[first_patch : first_patch + needed],
-                "image_grid_thw": batch.images.grids[first_image:last],
-                "mm_token_type_ids": (ids == IMAGE).int(),
-            }
+            patches = batch.images.patches[first_patch : first_patch + needed]
+            inputs |= _image_inputs(hf, ids, patches, batch.images.grids[first_image:last])
             first_patch, first_image = first_patch + needed, last
         out = hf(**inputs, output_hidden_states=True)
         mine = batch.score_positions[(batch.score_positions >= start) & (batch.score_positions < end)] - start
@@ -57,6 +56,14 @@ def _reference(
         entropies.append(-(log_p.exp() * log_p).sum(-1))
         values.append(value(out.hidden_states[-1][0, mine - 1])[:, 0])
     return TokenOutputs(logprobs=torch.cat(logprobs), entropy=torch.cat(entropies), values=torch.cat(values))
+
+
+def _image_inputs(hf: Any, ids: torch.Tensor, patches: torch.Tensor, grids: torch.Tensor) -> dict[str, Any]:
+    """As transformers' model takes images: patches and grids, or the pixels of tiles."""
+    if hf.config.model_type == "internvl":
+        tiles = patches.unflatten(0, (-1, 4, 4)).unflatten(-1, (3, 14, 14)).permute(0, 3, 1, 4, 2, 5)
+        return {"pixel_values": tiles.reshape(-1, 3, 56, 56)}
+    return {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": (ids == IMAGE).int()}
 
 
 def _load(directory: Any) -> VisionLanguageActorCritic:
@@ -88,15 +95,22 @@ def _loss(out: TokenOutputs) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("vl", {"windows": True}), ("vl", {"windows": False}), ("qwen3_vl", {})],
-    ids=["windows", "no windows", "deepstack"],
+    [
+        ("vl", {"windows": True}),
+        ("vl", {"windows": False}),
+        ("qwen3_vl", {}),
+        ("internvl", {"decoder": "qwen3"}),
+        ("internvl", {"decoder": "qwen2"}),
+    ],
+    ids=["windows", "no windows", "deepstack", "tiles", "tiles, qwen2"],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_vision_language_outputs_and_gradients(
-    request: pytest.FixtureRequest, vl_rows: Any, pack: Pack, tied: bool, family: str, options: dict[str, Any]
+    request: pytest.FixtureRequest, pack: Pack, tied: bool, family: str, options: dict[str, Any]
 ) -> None:
     hf, directory = request.getfixturevalue(f"save_{family}")(tied=tied, **options)
-    model, batch = _load(directory), pack(vl_rows)
+    tiled = family == "internvl"
+    model, batch = _load(directory), pack(request.getfixturevalue("tile_rows" if tiled else "vl_rows"), tiled=tiled)
     got = model(batch, temperature=0.8, forbidden_token_ids=FORBIDDEN)
     want = _reference(hf, batch, model.value_head, temperature=0.8, forbidden=True)
     _assert_same(got, want)
@@ -110,7 +124,7 @@ def test_vision_language_outputs_and_gradients(
     gradients = _gradients(model)
     for name, parameter in hf.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-        atol = 2e-5 * float(parameter.grad.abs().max())
+        atol = max(_ROUNDING, 2e-5 * float(parameter.grad.abs().max()))
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=atol)
 
 
@@ -134,7 +148,7 @@ def test_text_outputs_and_gradients(request: pytest.FixtureRequest, pack: Pack, 
     gradients = _gradients(model)
     for name, parameter in hf.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-        atol = 2e-5 * float(parameter.grad.abs().max())
+        atol = max(_ROUNDING, 2e-5 * float(parameter.grad.abs().max()))
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=atol)
 
 
@@ -234,6 +248,35 @@ def test_qwen3_vl_parity_notices_a_wrong_mapping(save_qwen3_vl: Any, vl_rows: An
         for parameter in (*first.linear_fc2.parameters(), *second.linear_fc2.parameters()):
             parameter.zero_()
     assert distance() > 1e-3
+
+
+def test_internvl_parity_notices_a_wrong_mapping(save_internvl: Any, tile_rows: Any, pack: Pack) -> None:
+    hf, directory = save_internvl()
+    model, batch = _load(directory), pack(tile_rows, tiled=True)
+    want = _reference(hf, batch, model.value_head)
+
+    def distance(batch: PackedBatch = batch) -> float:
+        return float((model(batch).logprobs - want.logprobs).abs().max())
+
+    assert distance() < 3e-6
+    # Patches block by block, as Qwen's processor lays them out, in place of row by row.
+    assert batch.images is not None
+    blocks = batch.images.patches.unflatten(0, (-1, 2, 2, 2, 2)).transpose(2, 3).flatten(0, 4)
+    assert distance(replace(batch, images=replace(batch.images, patches=blocks))) > 1e-3
+    assert model.visual is not None
+    embeddings: Any = model.visual.vision_tower.embeddings
+    layer: Any = model.visual.vision_tower.encoder.layer[0]
+    for tensor, wrong in (
+        (embeddings.cls_token, 0.0),
+        (embeddings.position_embeddings, embeddings.position_embeddings.roll(1, 1)),
+        (layer.lambda_1, layer.lambda_2),
+        (model.visual.multi_modal_projector.layer_norm.weight, 1.0),
+    ):
+        right = tensor.detach().clone()
+        with torch.no_grad():
+            tensor.copy_(torch.as_tensor(wrong))
+            assert distance() > 1e-4
+            tensor.copy_(right)
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 
 from vagen.common.errors import CheckpointError, ConfigError
+from vagen.common.towers import image_spec
 from vagen.common.vision import ImageSpec
 from vagen.learner.config import ModelConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.tiny import save_tiny_model
 
-FAMILIES = ["qwen2", "vl", "qwen3", "qwen3_vl"]
+FAMILIES = ["qwen2", "vl", "qwen3", "qwen3_vl", "internvl"]
 """Fixtures `save_*` of tiny models."""
 
 
@@ -57,8 +59,11 @@ def test_engine_names(request: pytest.FixtureRequest, family: str, tied: bool) -
     model = VisionLanguageActorCritic.load_hf(directory)
     named = model.engine_named_tensors()
     # What SGLang lists for this model: transformers' parameters under the hub's names, a tied head not repeated.
+    # (SGLang has none for InternVL's in transformers' format: the local engine's.)
     expected = {
-        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): p
+        re.sub(r"^model\.(vision_tower|multi_modal_projector)\.", r"visual.\1.", name)
+        .replace("model.language_model.", "model.")
+        .replace("model.visual.", "visual."): p
         for name, p in hf.named_parameters()
     }
     names = [name for name, _ in named]
@@ -76,7 +81,7 @@ def test_engine_names(request: pytest.FixtureRequest, family: str, tied: bool) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["vl", "qwen3_vl", "internvl"])
 def test_saved_directory_is_complete(request: pytest.FixtureRequest, tmp_path: Path, family: str, tied: bool) -> None:
     hf, directory = request.getfixturevalue(f"save_{family}")(tied=tied)
     model = VisionLanguageActorCritic.load_hf(directory)
@@ -87,7 +92,7 @@ def test_saved_directory_is_complete(request: pytest.FixtureRequest, tmp_path: P
     again = VisionLanguageActorCritic.load_hf(tmp_path / "saved")
     _assert_equal(again.export_hf_state(), hf.state_dict())
     assert torch.equal(again.value_head.weight, model.value_head.weight)
-    assert ImageSpec.load(tmp_path / "saved") == ImageSpec()
+    assert image_spec(tmp_path / "saved") == image_spec(directory)
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == "{{ messages }}"
     with pytest.raises(CheckpointError, match="already exists"):
         model.save_hf(tmp_path / "saved")
@@ -122,8 +127,8 @@ def test_unsupported_models_are_refused(save_qwen2: Any, tmp_path: Path) -> None
     _, directory = save_qwen2()
     config = json.loads((directory / "config.json").read_text())
     for change, message in (
-        ({"model_type": "no_such_model"}, "no_such_model.*supported: qwen2, "),
-        ({"model_type": "gpt2"}, "gpt2.*supported: qwen2, qwen2_5_vl, qwen3, qwen3_vl"),
+        ({"model_type": "no_such_model"}, "no_such_model.*supported: internvl, qwen2, "),
+        ({"model_type": "gpt2"}, "gpt2.*supported: internvl, qwen2, qwen2_5_vl, qwen3, qwen3_vl"),
         (
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
             "sliding-window",

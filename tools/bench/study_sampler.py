@@ -23,7 +23,7 @@ from vagen.actor.local_engine.weights import engine_name
 from vagen.actor.rendering import ChatRenderer, Prompt
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import SamplingParams
-from vagen.common.vision import Grid, mrope_positions, preprocess_image
+from vagen.common.vision import Grid
 
 __all__ = ["StudySampler"]
 
@@ -97,11 +97,10 @@ class StudySampler:
         expanded, _ = self._renderer.expand(prompt.token_ids, prompt.pictures)
         for picture in prompt.pictures:
             if picture.content_hash not in self._patches:
-                self._patches[picture.content_hash] = preprocess_image(picture.encoded, self._image_spec)
+                self._patches[picture.content_hash] = self._image_spec.preprocess(picture.encoded)
         ids = np.array(expanded, np.int64)
         grids = [self._patches[picture.content_hash][1] for picture in prompt.pictures]
-        merge = self._image_spec.merge_size
-        return ids, mrope_positions(ids, grids, image_token_id=self._image_token_id, merge_size=merge)
+        return ids, self._image_spec.positions(ids, grids, self._image_token_id)
 
 
 class _Chunk:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vagen.common.errors import ConfigError
 from vagen.learner.model.families.base import Layout, ModelFamily, WeightRule
+from vagen.learner.model.families.internvl import INTERNVL
 from vagen.learner.model.families.qwen2 import QWEN2
 from vagen.learner.model.families.qwen2_5_vl import QWEN2_5_VL
 from vagen.learner.model.families.qwen3 import QWEN3
@@ -14,7 +15,7 @@ from vagen.learner.model.families.qwen3_vl import QWEN3_VL
 
 __all__ = ["Layout", "ModelFamily", "WeightRule", "family_of"]
 
-_FAMILIES = {family.model_type: family for family in (QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL)}
+_FAMILIES = {family.model_type: family for family in (INTERNVL, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL)}
 
 
 def family_of(model_type: str) -> ModelFamily:

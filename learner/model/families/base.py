@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from torch import nn
+
 from vagen.common.errors import ConfigError
 
 __all__ = ["Layout", "ModelFamily", "WeightRule", "decoder_rules", "refuse_unsupported", "rotary_base"]
@@ -44,15 +46,15 @@ class ModelFamily:
     `disk_prefixes` maps them to the names on the hub where those differ. `transformer_options` gives the
     `TransformerConfig` fields that are peculiar to the family, from the HF text config. `mrope_section` gives the
     M-RoPE split of half a head (a text model gets one too, as three equal axes are plain RoPE), and `interleaved_mrope`
-    how the axes lie in it (see `vagen.common.vision.mrope_axes`). `vision_class` is transformers' vision module;
-    `num_deepstack` counts, from the top-level config, the decoder layers that add features of its inner blocks.
+    how the axes lie in it (see `vagen.common.vision.mrope_axes`). `vision` makes the vision module, from the top-level
+    config; `num_deepstack` counts, from the top-level config, the decoder layers that add features of its inner blocks.
     `rules` lists the decoder's tensors layer by layer, from (HF text config, tied head).
     """
 
     model_type: str
     text_prefix: str
     vision_prefix: str | None = None
-    vision_class: Any = None
+    vision: Callable[[Any], nn.Module] | None = None
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
     text_config: Callable[[Any], Any]
     transformer_options: Callable[[Any], dict[str, Any]]
@@ -63,10 +65,16 @@ class ModelFamily:
 
     def engine_name(self, name: str) -> str:
         """Engine name of an HF state-dict name: `visual.*`, `model.*` or `lm_head.weight`, as SGLang's."""
-        for prefix, shorter in ((self.vision_prefix, "visual."), (self.text_prefix, "model.")):
-            if prefix is not None and name.startswith(prefix):
-                return shorter + name.removeprefix(prefix)
-        return name
+        if name.startswith(self.text_prefix):
+            return "model." + name.removeprefix(self.text_prefix)
+        vision = self.vision_name(name)
+        return name if vision is None else "visual." + vision
+
+    def vision_name(self, name: str) -> str | None:
+        """Name within the vision module of an HF state-dict name; None for what belongs to the decoder."""
+        if self.vision_prefix is None or name.startswith(self.text_prefix) or not name.startswith(self.vision_prefix):
+            return None
+        return name.removeprefix(self.vision_prefix)
 
     def disk_name(self, name: str) -> str:
         """Hub name of an HF state-dict name."""
