@@ -30,8 +30,12 @@ Examples:
 
   vagen-actor run --engine local --buffer tcp://127.0.0.1:5600 --config frozenlake --model runs/tiny
 
-  vagen-actor run --engine http://10.0.0.7:30000 --buffer tcp://10.0.0.1:5600 --config my.yaml --model Qwen2.5-VL-3B
-    --name actor-7 --set actor.concurrency=128
+  vagen-actor run --engine http://10.0.0.7:30000 --engine http://10.0.0.8:30000 --buffer tcp://10.0.0.1:5600
+    --config my.yaml --model Qwen2.5-VL-3B --name actor-7 --set actor.concurrency=128
+
+  vagen-actor run --engines engines.txt --buffer tcp://10.0.0.1:5600 --config my.yaml --model Qwen2.5-VL-3B
+
+engines.txt has one URL a line; the actor reads it again every second and at SIGHUP, so engines join and leave with it.
 
 SIGTERM and SIGINT stop it in order: running episodes get actor.drain_s, unacked trajectories are kept on disk and are
 sent by the next start with the same --data-dir.
@@ -57,8 +61,12 @@ def run_command(
         ),
     ],
     engine: Annotated[
-        str, typer.Option("--engine", metavar="URL|local", help="An engine, or one of its own.")
-    ] = "local",
+        list[str] | None,
+        typer.Option("--engine", metavar="URL|local", help="An engine, repeatable; by default one of its own."),
+    ] = None,
+    engines: Annotated[
+        Path | None, typer.Option("--engines", metavar="FILE", help="List of engines that may change while it runs.")
+    ] = None,
     config: Recipe = None,
     overrides: Overrides = None,
     name: Annotated[str, typer.Option("--name", help="Of this actor, unique within the run.")] = "actor-0",
@@ -70,7 +78,7 @@ def run_command(
     from vagen.common.errors import VagenError
 
     try:
-        _run(engine, buffer, model, name, run_dir, data_dir, config, overrides or [])
+        _run(engine or [], engines, buffer, model, name, run_dir, data_dir, config, overrides or [])
     except* VagenError as errors:
         _fail(errors)
 
@@ -94,7 +102,8 @@ def engine_command(
 
 
 def _run(
-    engine: str,
+    engines: list[str],
+    engines_file: Path | None,
     buffer: str,
     model: Path,
     name: str,
@@ -103,17 +112,25 @@ def _run(
     config: str | None,
     overrides: list[str],
 ) -> None:
+    from vagen.actor.engines.roster import check_engine_url
     from vagen.actor.service import ActorOptions, ActorSections, serve
     from vagen.common.errors import ConfigError
     from vagen.common.logging import setup_logging
 
-    sections = ActorSections.of(_read(config, overrides))
-    is_url = engine.startswith(("http://", "https://"))
-    if engine != "local" and not is_url:
-        raise ConfigError(f"--engine: expected http://HOST:PORT or local, got {engine!r}")
+    recipe = _read(config, overrides)
+    if engines_file is not None:
+        actor = recipe.get("actor") or {}
+        recipe["actor"] = actor | {"engines": (actor.get("engines") or {}) | {"file": str(engines_file)}}
+    sections = ActorSections.of(recipe)
+    if not engines and sections.actor.engines.file is None:
+        engines = ["local"]
+    if "local" in engines and (len(engines) > 1 or sections.actor.engines.file is not None):
+        raise ConfigError("--engine local: expected no other engine beside the actor's own")
+    if engines != ["local"]:
+        engines = [check_engine_url(url, "--engine", "http://HOST:PORT or local") for url in engines]
     folder = run_dir or Path("runs") / sections.run.name
     options = ActorOptions(
-        engine=engine,
+        engines=engines,
         buffer=buffer,
         model_dir=model,
         name=name,

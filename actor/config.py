@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
+from vagen.actor.engines.config import EnginesConfig
 from vagen.common.config import Section, require
 from vagen.common.curve import ActorKeys, load_key_pair, load_public_key
 from vagen.common.trajectory import SamplingParams
@@ -77,10 +78,10 @@ class ActorConfig(Section, frozen=True, kw_only=True):
     engine_timeout_s: float = 120.0
     """For one response, retries included."""
     engine_retries: int = 4
-    """Further tries after a refused connection or a 5xx answer."""
-    engine_refresh_s: float = 5.0
-    """Between looks at the engine's incarnation."""
+    """Further tries of a response after requests that failed, at another engine where there is one."""
     engine_api_key: str = ""
+    engines: EnginesConfig = EnginesConfig()
+    """Health, routing and limits of the engines."""
     group_size: int = 1
     """Consecutive tasks that share a seed."""
     base_seed: int = 0
@@ -108,7 +109,7 @@ class ActorConfig(Section, frozen=True, kw_only=True):
             require(getattr(self, name) >= 1, f"actor.{name}", getattr(self, name), "int >= 1")
         for name in ("max_turns", "base_seed", "engine_retries", "drain_s"):
             require(getattr(self, name) >= 0, f"actor.{name}", getattr(self, name), ">= 0")
-        for name in ("turn_timeout_s", "episode_timeout_s", "engine_timeout_s", "engine_refresh_s", "heartbeat_s"):
+        for name in ("turn_timeout_s", "episode_timeout_s", "engine_timeout_s", "heartbeat_s"):
             require(getattr(self, name) > 0, f"actor.{name}", getattr(self, name), "float > 0")
         for name in ("credit_retry_s", "connect_timeout_s"):
             require(getattr(self, name) > 0, f"actor.{name}", getattr(self, name), "float > 0")

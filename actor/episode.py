@@ -21,7 +21,7 @@ from vagen.actor.messages import Message, Picture, Response, observation_message
 from vagen.actor.recorder import Recorder
 from vagen.actor.rendering import ChatRenderer, Prompt
 from vagen.common.errors import EngineError, EnvironmentFailure, ObservationError
-from vagen.common.trajectory import End, SamplingParams, Trajectory
+from vagen.common.trajectory import End, EngineIdentity, SamplingParams, Trajectory
 from vagen.envs.base import Environment, Info, StepResult
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class _Episode:
         self._recorder = Recorder(renderer, reward_placement)
         self._turns: list[TranscriptTurn] = []
         self._episode_id = str(ULID())
-        self._engine = client.identity
+        self._engine: EngineIdentity | None = None
         self._engine_s = 0.0
         self._env_s = 0.0
         self._started_at = time.time()
@@ -198,7 +198,9 @@ class _Episode:
             rid=f"{self._episode_id}-{len(self._turns)}",
             timeout_s=limits.engine_timeout_s,
         )
-        if self._client.identity.incarnation != self._engine.incarnation:
+        if self._engine is None:
+            self._engine = self._client.identity
+        elif self._client.identity.incarnation != self._engine.incarnation:
             raise EngineError("the engine was restarted during the episode")
         self._engine_s += generation.engine_s
         return generation
@@ -218,6 +220,7 @@ class _Episode:
 
     def _finish(self, end: End, prompt: Prompt | None, closing: Message, info: Info) -> EpisodeResult:
         task = self._task
+        assert self._engine is not None, "an episode has at least one turn"
         trajectory = Trajectory(
             trajectory_id=str(ULID()),
             run_id=task.run_id,

@@ -10,12 +10,14 @@
     _start_episodes    free slots            slot, admission, room, credit        episode's end, STATUS, ACK, GRANT
     _play (one a slot) a task                engine, environment                  answer or time-out
     Sender.run         spool, oldest first   connection, room in the window       handshake, ACK, REFUSE
-    _watch_engine      /server_info          engine_refresh_s                     time
+    _follow_buffer     which engines are     answer of the buffer                 STATUS, GRANT
+                       admitted
+    _announce_engines  which engines answer  a probe                              EnginePool.run
     stop               SIGTERM, SIGINT       episodes, then acks, drain_s each    their end, or time
 
-A slow episode blocks no other: episodes share nothing but the event loop. An environment or engine that fails ends its
-own episode, which is reported as failed and granted again; anything unforeseen ends the process with an error. What is
-unacked at the end stays in the spool.
+A slow episode blocks no other: episodes share nothing but the event loop. An environment that fails ends its own
+episode, which is reported as failed and granted again; so does an engine when no other takes over in time. Anything
+unforeseen ends the process with an error. What is unacked at the end stays in the spool.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import asyncio
 import logging
 import time
 
-from vagen.actor.client import HttpEngineClient
 from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
+from vagen.actor.engines.episode import EpisodeClient
+from vagen.actor.engines.pool import EnginePool
 from vagen.actor.environments import EnvironmentPool
 from vagen.actor.episode import EpisodeLimits, EpisodeResult, EpisodeTask, run_episode
 from vagen.actor.harness import make_harness
@@ -34,10 +37,10 @@ from vagen.actor.sender import Presence, Sender
 from vagen.actor.signals import Signal
 from vagen.actor.spool import Shard, Spool
 from vagen.common.config import RunConfig
-from vagen.common.errors import EngineError, InfrastructureError, TrajectoryError
+from vagen.common.errors import InfrastructureError, TrajectoryError
 from vagen.common.metrics import Metrics
 from vagen.common.validation import validate_trajectory
-from vagen.common.wire import EngineAnnouncement, TaskGrant
+from vagen.common.wire import Status, TaskGrant
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ class ActorLoop:
         env: EnvSection,
         harness: HarnessConfig,
         renderer: ChatRenderer,
-        client: HttpEngineClient,
+        engines: EnginePool,
         spool: Spool,
         sender: Sender,
         presence: Presence,
@@ -92,7 +95,8 @@ class ActorLoop:
         self._env = env
         self._harness = harness
         self._renderer = renderer
-        self._client = client
+        self._engines = engines
+        self._learnt: Status | None = None
         self._spool = spool
         self._sender = sender
         self._presence = presence
@@ -105,18 +109,22 @@ class ActorLoop:
         self._failures = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then drain. `client` and `sender` are connected already, `sender.run` runs.
+        """Serve until `stop`, then drain. `engines` and `sender` are connected already, `sender.run` runs.
 
         Raises what no episode may swallow: a broken disk, a bug.
         """
         try:
             async with asyncio.TaskGroup() as group:
-                watch = group.create_task(self._watch_engine(), name="watch_engine")
+                watches = [
+                    group.create_task(work(), name=work.__name__)
+                    for work in (self._engines.run, self._follow_buffer, self._announce_engines)
+                ]
                 starting = group.create_task(self._start_episodes(group), name="start_episodes")
                 await stop.wait()
                 starting.cancel()
                 await self._drain()
-                watch.cancel()
+                for watch in watches:
+                    watch.cancel()
         finally:
             await self._envs.close()
 
@@ -126,7 +134,7 @@ class ActorLoop:
             obstacle = self._obstacle(free)
             since = time.monotonic()
             if obstacle is None:
-                tasks = await self._sender.request(free)
+                tasks = await self._sender.request(free, self._engines.startable)
                 for task in tasks:
                     self._start(group, task)
                 if not tasks:
@@ -149,11 +157,16 @@ class ActorLoop:
         return None if self._is_admitted() else "admission"
 
     def _is_admitted(self) -> bool:
-        """Whether this very engine process holds weights that the learner has checked."""
-        status, incarnation = self._sender.status, self._client.identity.incarnation
-        return status is not None and any(
-            engine.url == self._client.url and engine.incarnation == incarnation for engine in status.engines
-        )
+        """Whether any engine holds weights that the learner has checked and that are not too old to begin with."""
+        self._learn()
+        return bool(self._engines.startable)
+
+    def _learn(self) -> None:
+        """Tell the engines' pool what the buffer said last."""
+        status = self._sender.status
+        if status is not None and status is not self._learnt:
+            self._learnt = status
+            self._engines.admit(status.engines)
 
     def _start(self, group: asyncio.TaskGroup, grant: TaskGrant) -> None:
         key = (grant.task_index, grant.attempt)
@@ -183,20 +196,16 @@ class ActorLoop:
         is_good = False
         started = time.monotonic()
         try:
-            harness = make_harness(self._harness)
+            harness, client = make_harness(self._harness), EpisodeClient(self._engines)
             result = await run_episode(
-                task, env, harness, self._client, self._renderer, self._limits, self._config.reward_placement
+                task, env, harness, client, self._renderer, self._limits, self._config.reward_placement
             )
             is_good = True
             self._failures = 0
             validate_trajectory(result.trajectory)
             await self._sender.put(result.trajectory)
             self._count(result, time.monotonic() - started)
-        except InfrastructureError as error:
-            await self._fail(grant, task, error)
-            if isinstance(error, EngineError):
-                await self._refresh_engine()
-        except TrajectoryError as error:
+        except (InfrastructureError, TrajectoryError) as error:
             await self._fail(grant, task, error)
         except asyncio.CancelledError:
             self._metrics.count("vagen_actor_episodes_total", outcome="cancelled")
@@ -230,21 +239,16 @@ class ActorLoop:
         self._success = last if self._success is None else _SUCCESS_DECAY * self._success + (1 - _SUCCESS_DECAY) * last
         metrics.gauge("vagen_actor_success", self._success)
 
-    async def _watch_engine(self) -> None:
+    async def _follow_buffer(self) -> None:
         while True:
-            await self._refresh_engine()
-            await asyncio.sleep(self._config.engine_refresh_s)
+            self._learn()
+            await self._sender.changed.wait(_WAIT_S)
 
-    async def _refresh_engine(self) -> None:
-        """Announce the engine as it is now; a restarted one waits for its weights before it takes episodes."""
-        try:
-            identity = await self._client.refresh()
-        except EngineError as error:
-            logger.warning("engine: %s", error)
-            return
-        self._presence.engines = (
-            EngineAnnouncement(url=self._client.url, kind=identity.kind, incarnation=identity.incarnation),
-        )
+    async def _announce_engines(self) -> None:
+        """Heartbeats name the engines that answer; a restarted one waits for its weights before it takes traffic."""
+        while True:
+            self._presence.engines = self._engines.announcements
+            await self._engines.changed.wait(_WAIT_S)
 
     async def _drain(self) -> None:
         """Give running episodes time to end, then what they made time to be acked."""

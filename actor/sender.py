@@ -204,8 +204,11 @@ class Sender:
         self._outbox.append(entry)
         self.changed.notify()
 
-    async def request(self, want: int) -> Sequence[TaskGrant]:
-        """Ask for up to `want` tasks; empty when the buffer has none to give now, or does not answer in time."""
+    async def request(self, want: int, engines: tuple[str, ...] = ()) -> Sequence[TaskGrant]:
+        """Ask for up to `want` tasks to be played on `engines`, on any when there are none named.
+
+        Empty when the buffer has none to give now, or does not answer in time.
+        """
         late = self._take_late(want)
         if late:
             return late
@@ -214,7 +217,8 @@ class Sender:
             return ()
         self._request = asyncio.get_running_loop().create_future()
         try:
-            await self._post(Kind.REQUEST, CreditRequest(run_id=self._run_id, actor_id=self.actor_id, want=want))
+            asked = CreditRequest(run_id=self._run_id, actor_id=self.actor_id, want=want, engines=engines)
+            await self._post(Kind.REQUEST, asked)
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 return (await self._request).tasks
         except TimeoutError:

@@ -17,8 +17,9 @@ from typing import Any
 import xxhash
 
 from vagen.actor.child_engine import child_engine
-from vagen.actor.client import HttpEngineClient
 from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
+from vagen.actor.engines.pool import EnginePool
+from vagen.actor.engines.roster import Roster
 from vagen.actor.loop import ActorLoop
 from vagen.actor.rendering import ChatRenderer
 from vagen.actor.sender import Presence, Sender
@@ -26,7 +27,6 @@ from vagen.actor.spool import Spool
 from vagen.common.config import RunConfig, section, to_plain
 from vagen.common.memory import keep_freed_memory
 from vagen.common.metrics import Metrics
-from vagen.common.wire import EngineAnnouncement
 from vagen.envs.registry import parse_environment_config
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorOptions:
-    """What the command line says. `engine` is a URL, or `local` for an engine of the actor's own.
+    """What the command line says. `engines` are URLs, or `local` alone for an engine of the actor's own.
 
     `buffer` lists the endpoints of the buffer's shards, in their order and separated by commas.
     """
 
-    engine: str
+    engines: Sequence[str]
     buffer: str
     model_dir: Path
     name: str
@@ -106,41 +106,54 @@ async def serve(options: ActorOptions, sections: ActorSections) -> None:
             keys=config.security.load(),
         )
         async with _serving(sender, config.connect_timeout_s):
-            async with _engine_url(options) as url:
-                client = HttpEngineClient(url, renderer, api_key=config.engine_api_key, retries=config.engine_retries)
+            async with _engine_urls(options) as urls:
+                engines = EnginePool(
+                    Roster(urls, config.engines.file),
+                    renderer,
+                    config.engines,
+                    metrics,
+                    api_key=config.engine_api_key,
+                    retries=config.engine_retries,
+                )
+                loop.add_signal_handler(signal.SIGHUP, engines.look_now)
                 try:
-                    identity = await client.connect(config.connect_timeout_s)
-                    presence.engines = (
-                        EngineAnnouncement(url=client.url, kind=identity.kind, incarnation=identity.incarnation),
-                    )
+                    await engines.connect(config.connect_timeout_s)
+                    presence.engines = engines.announcements
                     actor = ActorLoop(
                         run=sections.run,
                         config=config,
                         env=sections.env,
                         harness=sections.harness,
                         renderer=renderer,
-                        client=client,
+                        engines=engines,
                         spool=spool,
                         sender=sender,
                         presence=presence,
                         metrics=metrics,
                     )
-                    _write_ready(options, sections, sender, client.url, metrics.serve(config.metrics_port))
+                    _write_ready(options, sections, sender, engines.urls, metrics.serve(config.metrics_port))
                     await actor.run(stop)
                 finally:
-                    await client.close()
+                    await engines.close()
     finally:
         ready.unlink(missing_ok=True)
         await spool.close()
 
 
-def _engine_url(options: ActorOptions) -> AbstractAsyncContextManager[str]:
-    if options.engine != "local":
-        return nullcontext(options.engine)
+def _engine_urls(options: ActorOptions) -> AbstractAsyncContextManager[Sequence[str]]:
+    """The engines of the command line; one of the actor's own where it says so."""
+    if "local" not in options.engines:
+        return nullcontext(options.engines)
     arguments = ["--config", options.recipe_source] if options.recipe_source else []
     for override in options.overrides:
         arguments += ["--set", override]
-    return child_engine(options.model_dir, options.actor_dir / "engine", arguments)
+    return _own_engine(child_engine(options.model_dir, options.actor_dir / "engine", arguments))
+
+
+@asynccontextmanager
+async def _own_engine(child: AbstractAsyncContextManager[str]) -> AsyncIterator[Sequence[str]]:
+    async with child as url:
+        yield (url,)
 
 
 @asynccontextmanager
@@ -169,7 +182,9 @@ def choose_endpoint(endpoints: str, name: str, spool: Spool) -> str:
     return shards[(int(number[0]) if number else xxhash.xxh3_64_intdigest(name.encode())) % len(shards)]
 
 
-def _write_ready(options: ActorOptions, sections: ActorSections, sender: Sender, engine: str, port: int) -> None:
+def _write_ready(
+    options: ActorOptions, sections: ActorSections, sender: Sender, engines: Sequence[str], port: int
+) -> None:
     """Write `ready.json`, which exists while episodes may run, and the settings that are in force."""
     folder = options.actor_dir
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,11 +194,11 @@ def _write_ready(options: ActorOptions, sections: ActorSections, sender: Sender,
     ready = {
         "pid": os.getpid(),
         "actor_id": sender.actor_id,
-        "engine": engine,
+        "engines": list(engines),
         "buffer": sender.url,
         "metrics_port": port,
     }
     partial = folder / "ready.json.partial"
     partial.write_text(json.dumps(ready) + "\n")
     partial.replace(folder / "ready.json")
-    logger.info("actor %s ready: engine %s, buffer %s", sender.actor_id, engine, sender.url)
+    logger.info("actor %s ready: engines %s, buffer %s", sender.actor_id, ", ".join(engines), sender.url)

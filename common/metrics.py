@@ -5,6 +5,7 @@ Each process uses the entries of its own prefix. Names follow Prometheus: base u
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +23,11 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_actor_tokens_total": ("Tokens sampled for training", ()),
     "vagen_actor_trajectories_total": ("Trajectories by fate: journalled, acked, refused, resent", ("fate",)),
     "vagen_actor_wait_seconds_total": ("Seconds that episode slots waited, by what for", ("what",)),
+    "vagen_actor_engine_requests_total": (
+        "Requests by engine and outcome: stop, length, abort, failed (sent again, tokens discarded)",
+        ("engine", "outcome"),
+    ),
+    "vagen_actor_engine_moves_total": ("Episodes that went on at another engine, by where they went", ("engine",)),
     "vagen_engine_requests_total": ("Generation requests, by finish reason", ("reason",)),
     "vagen_engine_tokens_total": ("Tokens processed, by phase: prefill or decode", ("phase",)),
     "vagen_engine_weight_updates_total": ("Weight updates completed", ()),
@@ -60,8 +66,14 @@ GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_actor_running_episodes": ("Episodes running now", ()),
     "vagen_actor_in_flight": ("Trajectories journalled and unacked", ()),
     "vagen_actor_success": ("Success of recent episodes, exponential average", ()),
+    "vagen_actor_engine_in_flight": ("Requests of this actor that an engine has", ("engine",)),
+    "vagen_actor_engine_limit": ("Requests of this actor that an engine may have", ("engine",)),
+    "vagen_actor_engine_kv_usage": ("Share of an engine's KV cache in use, at the last probe", ("engine",)),
+    "vagen_actor_engine_usable": ("Whether an engine answers and is admitted to take traffic", ("engine",)),
+    "vagen_actor_engine_waiting": ("Requests that wait for a slot of any engine", ()),
     "vagen_engine_running_requests": ("Requests generating now", ()),
     "vagen_engine_waiting_requests": ("Requests queued", ()),
+    "vagen_engine_kv_usage": ("Tokens held over tokens that all slots can hold", ()),
     "vagen_engine_policy_version": ("Version of the weights", ()),
     "vagen_buffer_ready": ("Trajectories ready to be claimed", ()),
     "vagen_buffer_awaiting": ("Trajectories that await the rest of their group", ()),
@@ -138,6 +150,11 @@ class Metrics:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram of the table."""
         self._histograms[name].labels(run=self._run, **labels).observe(value)
+
+    def forget(self, name: str, **labels: str) -> None:
+        """Drop one sample of a gauge of the table, if there is one: what it is about is gone."""
+        with contextlib.suppress(KeyError):
+            self._gauges[name].remove(self._run, *labels.values())
 
     def serve(self, port: int, host: str = "127.0.0.1") -> int:
         """Start the HTTP exporter in a daemon thread and return its port; 0 picks a free one.

@@ -87,6 +87,8 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     url: str
     incarnation: str
     policy_version: int
+    is_late: bool = False
+    """Its weights are so old that no new episode may be played on it."""
 
 
 class Heartbeat(Record, frozen=True, kw_only=True):
@@ -113,6 +115,8 @@ class CreditRequest(Record, frozen=True, kw_only=True):
     run_id: str
     actor_id: str
     want: int
+    engines: tuple[str, ...] = ()
+    """URLs that they would be played on; none: any engine of the run."""
 
 
 class TaskGrant(Record, frozen=True, kw_only=True):

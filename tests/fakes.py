@@ -63,6 +63,9 @@ class ScriptedEngine:
     api_key: str = ""
     incarnation: str = "first"
     port: int = 0
+    metrics: str = ""
+    """Body of `/metrics`."""
+    is_ready: bool = True
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     _runner: web.AppRunner | None = None
@@ -78,6 +81,8 @@ class ScriptedEngine:
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort),
                 web.get("/server_info", self._info),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -107,6 +112,12 @@ class ScriptedEngine:
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborted.append((await request.json())["rid"])
         return web.Response()
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.is_ready else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
 
     async def _info(self, request: web.Request) -> web.Response:
         if self._refuses(request):

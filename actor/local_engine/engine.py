@@ -117,6 +117,12 @@ class Engine:
         """Requests running and waiting."""
         return len(self._running), len(self._waiting)
 
+    @property
+    def kv_usage(self) -> float:
+        """Tokens held over tokens that all slots can hold."""
+        running = len(self._running)
+        return float(self._lengths[:running].sum()) / (self._config.max_running * self._model.max_context)
+
     def submit(self, request: Request) -> None:
         """Queue a request; it comes back through `on_finished`. Any thread."""
         self._inbox.put(lambda: self._waiting.append(request))

@@ -262,6 +262,7 @@ class EngineServer:
         running, waiting = self._engine.load
         self._metrics.gauge("vagen_engine_running_requests", running)
         self._metrics.gauge("vagen_engine_waiting_requests", waiting)
+        self._metrics.gauge("vagen_engine_kv_usage", self._engine.kv_usage)
         if self._engine.weight_version.isdigit():
             self._metrics.gauge("vagen_engine_policy_version", int(self._engine.weight_version))
         text = prometheus_client.generate_latest(self._metrics.registry)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from vagen.actor.client import HttpEngineClient
 from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
+from vagen.actor.engines.config import EnginesConfig
+from vagen.actor.engines.pool import EnginePool
+from vagen.actor.engines.roster import Roster
 from vagen.actor.loop import ActorLoop, plan_task
 from vagen.actor.rendering import ChatRenderer
 from vagen.actor.sender import Presence, Sender
@@ -18,7 +20,7 @@ from vagen.actor.spool import Spool
 from vagen.common.config import RunConfig
 from vagen.common.errors import EnvironmentFailure
 from vagen.common.metrics import Metrics
-from vagen.common.wire import EngineAnnouncement, EngineStatus, TaskGrant
+from vagen.common.wire import EngineStatus, TaskGrant
 
 GOES_ON = ({"task": 0.0}, False, False)
 WON = ({"task": 1.0}, True, False)
@@ -68,7 +70,7 @@ async def acting(
             "max_new_tokens": 8,
             "heartbeat_s": 0.05,
             "credit_retry_s": 0.05,
-            "engine_refresh_s": 0.05,
+            "engines": EnginesConfig(probe_s=0.05),
             "engine_retries": 1,
             "drain_s": 5.0,
         }
@@ -85,9 +87,10 @@ async def acting(
         sender = Sender(
             ingest.endpoint, spool, presence, metrics, run_id="run", window=8, heartbeat_s=config.heartbeat_s
         )
-        client = HttpEngineClient(engine.url, renderer, retries=config.engine_retries)
-        identity = await client.connect(5.0)
-        presence.engines = (EngineAnnouncement(url=client.url, kind="local", incarnation=identity.incarnation),)
+        roster = Roster((engine.url,))
+        engines = EnginePool(roster, renderer, config.engines, metrics, retries=config.engine_retries)
+        await engines.connect(5.0)
+        presence.engines = engines.announcements
         sender.open()
         serving = asyncio.create_task(sender.run())
         await sender.wait_for_buffer(5.0)
@@ -97,7 +100,7 @@ async def acting(
             env=EnvSection(name="frozen_lake"),
             harness=HarnessConfig(),
             renderer=renderer,
-            client=client,
+            engines=engines,
             spool=spool,
             sender=sender,
             presence=presence,
@@ -115,7 +118,7 @@ async def acting(
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             await sender.close()
-            await client.close()
+            await engines.close()
             await spool.close()
             running.result()
 
