@@ -15,7 +15,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Prompt:
 
     token_ids: list[int]
     pictures: tuple[Picture, ...]
+    conversation: Conversation = field(default=(), compare=False, repr=False)
+    """What was rendered, for servers that render it themselves."""
 
 
 class ChatRenderer:
@@ -148,7 +150,7 @@ class ChatRenderer:
         found = ids.count(self.vision.image_token_id) if self.vision else 0
         if found != len(pictures):
             raise ObservationError(f"chat template made {found} placeholders of {len(pictures)} pictures")
-        return Prompt(ids, tuple(pictures))
+        return Prompt(ids, tuple(pictures), conversation)
 
     def encode_response(self, text: str) -> list[int]:
         """A written response as if the policy had sampled it, its end-of-turn token included.

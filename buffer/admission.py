@@ -2,17 +2,22 @@
 
     credits = min(C_max - running, min(max_staleness + 1, steps left) * B - (ready + claimed_not_trained + running))
 
-Everything the rule looks at is in Redis, so that a restart of the ingest or of Redis neither forgets a running
+Nor does an actor start episodes whose engines all have late weights: when trained on, they would be too old.
+
+Everything the rules look at is in Redis, so that a restart of the ingest or of Redis neither forgets a running
 episode nor grants a second time. One ingest serves a run, so nobody grants between the reading and the granting.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from vagen.buffer.keys import Key, Keys
+from vagen.common.wire import EngineStatus
 
 
 class Pacing(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +62,45 @@ def start_credits(pacing: Pacing) -> tuple[int, str]:
     return min(by_running, bound - ahead), ""
 
 
+ENGINE_REPLIES = 3
+"""Replies to `queue_engines`."""
+
+
+def oldest_step(step: int, max_staleness: int, publish_every: int) -> int:
+    """Learner step of the oldest weights that an episode may start with while the learner is at `step`.
+
+    `max_staleness - 1` steps back, so that there is a step left in which to play it; but always what the learner
+    published last, or it would wait for data that nobody may make.
+    """
+    return step - max(max_staleness - 1, publish_every - 1)
+
+
+def engine_statuses(admitted: Mapping[bytes, bytes], oldest: int | None) -> list[EngineStatus]:
+    """The hash `Key.ADMITTED`; weights older than step `oldest` are late. Ones whose step nobody knows never are."""
+    found = []
+    for url, text in sorted(admitted.items()):
+        info = json.loads(text)
+        step = info.get("step")
+        is_late = oldest is not None and step is not None and step < oldest
+        found.append(
+            EngineStatus(
+                url=url.decode(), incarnation=info["incarnation"], policy_version=info["version"], is_late=is_late
+            )
+        )
+    return found
+
+
+def engine_obstacle(engines: Sequence[EngineStatus], asked: Sequence[str]) -> str:
+    """Why no episode may start on the engines that an actor asks for; empty when it may on one, or asks for none."""
+    found = [engine for engine in engines if engine.url in asked]
+    if not asked or any(not engine.is_late for engine in found):
+        return ""
+    if not found:
+        return f"not admitted: {', '.join(asked)}"
+    newest = max(engine.policy_version for engine in found)
+    return f"weights of version {newest} are late, and no engine of the actor has newer ones"
+
+
 def queue_pacing(pipe: Any, keys: Keys) -> None:
     """Add the reads of `parse_pacing` to a pipeline."""
     pipe.hmget(keys[Key.LEARNER], "batch_size", "max_staleness", "step", "total_steps")
@@ -80,3 +124,18 @@ def parse_pacing(replies: list[Any], max_running: int) -> Pacing:
         engines=engines,
         steps_left=int(total_steps) - int(step) if int(total_steps or 0) else None,
     )
+
+
+def queue_engines(pipe: Any, keys: Keys) -> None:
+    """Add the reads of `parse_engines` to a pipeline."""
+    pipe.hmget(keys[Key.LEARNER], "step", "max_staleness", "publish_every")
+    pipe.hget(keys[Key.SETTINGS], "max_staleness")
+    pipe.hgetall(keys[Key.ADMITTED])
+
+
+def parse_engines(replies: Sequence[Any]) -> list[EngineStatus]:
+    """The engines that may take traffic, behind the replies to `queue_engines`."""
+    (step, max_staleness, publish_every), live, admitted = replies
+    if step is None or max_staleness is None:
+        return engine_statuses(admitted, None)
+    return engine_statuses(admitted, oldest_step(int(step), int(live or max_staleness), int(publish_every or 1)))

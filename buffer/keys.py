@@ -116,7 +116,7 @@ class Key(enum.Enum):
     ENGINE_LEASES = "engines:leases"
     """Sorted set of urls by the time at which the announcement ends."""
     ADMITTED = "admitted"
-    """Hash by url: JSON of incarnation and version of an engine that may take traffic."""
+    """Hash by url: JSON of incarnation, version and its learner step of an engine that may take traffic."""
     CONFIG = "config"
     """Hash: what the ingest's recipe says of each live setting, as JSON."""
     SETTINGS = "settings"

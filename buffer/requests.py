@@ -18,6 +18,7 @@ from vagen.common.errors import TrajectoryError, WireError
 from vagen.common.trajectory import Trajectory
 from vagen.common.validation import MAX_NAME_LENGTH, validate_trajectory
 from vagen.common.wire import (
+    MAX_ENGINES,
     CreditRequest,
     Envelope,
     EpisodeFailed,
@@ -32,8 +33,6 @@ from vagen.common.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEM_LENGTH = 500
-MAX_ENGINES = 64
-"""That one actor may announce."""
 _ENGINE_URL = re.compile(r"https?://[!-~]{1,256}")
 HOSTILE = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError)
 """What numbers and lengths chosen by a hostile sender can raise inside numpy."""
@@ -218,9 +217,11 @@ def _check_control(message: Heartbeat | CreditRequest | EpisodeFailed, run_id: s
     numbers: tuple[int, ...]
     match message:
         case Heartbeat():
-            _check_engines(message)
+            _check_engines([engine.url for engine in message.engines])
+            _check_names(message)
             numbers = (message.journalled, message.in_flight, *message.running_tasks)
         case CreditRequest():
+            _check_engines(message.engines)
             numbers = (message.want,)
         case EpisodeFailed():
             numbers = (message.task_index, message.attempt)
@@ -228,12 +229,15 @@ def _check_control(message: Heartbeat | CreditRequest | EpisodeFailed, run_id: s
         raise WireError("expected every number in [0, 2^53)")
 
 
-def _check_engines(message: Heartbeat) -> None:
-    if len(message.engines) > MAX_ENGINES:
-        raise WireError(f"engines: expected at most {MAX_ENGINES}, got {len(message.engines)}")
-    for engine in message.engines:
-        if _ENGINE_URL.fullmatch(engine.url) is None:
-            raise WireError(f"engines: expected http://HOST:PORT, got {engine.url[:64]!r}")
+def _check_engines(urls: Sequence[str]) -> None:
+    if len(urls) > MAX_ENGINES:
+        raise WireError(f"engines: expected at most {MAX_ENGINES}, got {len(urls)}")
+    for url in urls:
+        if _ENGINE_URL.fullmatch(url) is None:
+            raise WireError(f"engines: expected http://HOST:PORT, got {url[:64]!r}")
+
+
+def _check_names(message: Heartbeat) -> None:
     names = [message.incarnation, *(name for engine in message.engines for name in (engine.kind, engine.incarnation))]
     if max(map(len, names)) > MAX_NAME_LENGTH:
         raise WireError(f"incarnation and kind: expected at most {MAX_NAME_LENGTH} characters")

@@ -6,7 +6,6 @@ batch and a crash leaves all of it or nothing. Everything a script decides is in
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -49,6 +48,17 @@ class Committed(NamedTuple):
     outcomes: list[Outcome]
     """In the order of the requests."""
     status: Status
+
+
+class _Offer(NamedTuple):
+    """What one batch of requests may be granted."""
+
+    credits: int
+    reason: str
+    engines: Sequence[EngineStatus] = ()
+
+
+_NO_OFFER = _Offer(0, "")
 
 
 class IngestStore:
@@ -111,25 +121,29 @@ class IngestStore:
 
     def commit(self, requests: Sequence[Request], now: float) -> Committed:
         """Apply a batch in one durable transaction; the puts must be `fitting`."""
-        credits, reason = self._credits() if any(isinstance(request, Ask) for request in requests) else (0, "")
+        offer = self._offer() if any(isinstance(request, Ask) for request in requests) else _NO_OFFER
+        credits = offer.credits
         pipe = self._client.pipeline(transaction=True)
-        wanted = []
+        granted: list[tuple[int, str]] = []
         names = {_SCRIPTS[type(request)] for request in requests if type(request) in _SCRIPTS}
         for name in sorted(names):
             pipe.script_load(source(name).text)
         for request in requests:
-            grant = 0
+            grant, reason = 0, offer.reason
             if isinstance(request, Ask):
-                grant = min(request.message.want, credits)
+                obstacle = admission.engine_obstacle(offer.engines, request.message.engines)
+                grant = 0 if obstacle else min(request.message.want, credits)
                 credits -= grant
-            wanted.append(grant)
+                reason = reason or obstacle
+            granted.append((grant, reason))
             self._queue(pipe, request, grant, now)
         self._queue_status(pipe)
         replies = pipe.execute(raise_on_error=False)
-        status = self._parse_status(replies[-2:])
-        replies = replies[len(names) : -2]
+        first = len(replies) - 1 - admission.ENGINE_REPLIES
+        status = self._parse_status(replies[first:])
+        replies = replies[len(names) : first]
         outcomes = []
-        for request, grant in zip(requests, wanted, strict=True):
+        for request, (grant, reason) in zip(requests, granted, strict=True):
             if isinstance(request, Put):
                 replies.pop(0)
             outcomes.append(_parse(request, replies.pop(0), reason if grant == 0 else ""))
@@ -160,10 +174,14 @@ class IngestStore:
         """Drop the connections."""
         self._client.close()
 
-    def _credits(self) -> tuple[int, str]:
+    def _offer(self) -> _Offer:
         pipe = self._client.pipeline(transaction=True)
+        admission.queue_engines(pipe, self._keys)
         admission.queue_pacing(pipe, self._keys)
-        return admission.start_credits(admission.parse_pacing(pipe.execute(), self._config.max_running))
+        replies = pipe.execute()
+        count = admission.ENGINE_REPLIES
+        credits, reason = admission.start_credits(admission.parse_pacing(replies[count:], self._config.max_running))
+        return _Offer(credits, reason, admission.parse_engines(replies[:count]))
 
     def _queue(self, pipe: Any, request: Request, grant: int, now: float) -> None:
         config = self._config
@@ -192,18 +210,14 @@ class IngestStore:
 
     def _queue_status(self, pipe: Any) -> None:
         pipe.hmget(self._keys[Key.LEARNER], "step", "published")
-        pipe.hgetall(self._keys[Key.ADMITTED])
+        admission.queue_engines(pipe, self._keys)
 
     def _parse_status(self, replies: list[Any]) -> Status:
-        (step, published), admitted = replies
-        engines = [(url.decode(), json.loads(info)) for url, info in sorted(admitted.items())]
+        (step, published), *engines = replies
         return Status(
             learner_step=-1 if step is None else int(step),
             policy_version=-1 if published is None else int(published),
-            engines=tuple(
-                EngineStatus(url=url, incarnation=info["incarnation"], policy_version=info["version"])
-                for url, info in engines
-            ),
+            engines=tuple(admission.parse_engines(engines)),
             shard=self._shard.index,
             num_shards=self._shard.count,
         )

@@ -32,6 +32,8 @@ MAX_PAYLOAD_BYTES = 64 << 20
 MAX_CONTROL_BYTES = 1 << 20
 MAX_CONTROL_ITEMS = 1 << 14
 """The same of a control message; a heartbeat lists the tasks that run."""
+MAX_ENGINES = 64
+"""That one actor may announce."""
 MAX_EXPANSION = 40
 DECODE_ALLOWANCE_BYTES = 192 << 20
 """Mostly for lists that announce more entries than follow: `MAX_CONTROL_ITEMS` of 8 bytes at each level."""

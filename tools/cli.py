@@ -122,6 +122,7 @@ def evaluate(
     levels: Annotated[int, typer.Option(help="Held-out levels to play.")] = 1000,
     greedy: Annotated[bool, typer.Option("--greedy", help="Most likely tokens instead of samples.")] = False,
     transcripts: Annotated[int, typer.Option(metavar="N", help="Keep the first N episodes with pictures.")] = 0,
+    api: Annotated[str, typer.Option(metavar="sglang|openai", help="What the engine speaks.")] = "sglang",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.")] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -130,6 +131,10 @@ def evaluate(
     Example:
 
       vagen eval --engine http://127.0.0.1:30000 --model runs/demo-seed0/model --config frozenlake --levels 200
+
+    A server of vLLM, with the same model:
+
+      vagen eval --engine http://127.0.0.1:8000 --api openai --model runs/demo-seed0/model --config frozenlake
     """
     with user_errors():
         from rich.console import Console
@@ -153,6 +158,7 @@ def evaluate(
             levels=levels,
             greedy=greedy,
             transcripts=transcripts,
+            api=api,
             recipe_arguments=("--config", config, *(word for item in overrides or () for word in ("--set", item))),
         )
         console = Console(stderr=True)
@@ -168,8 +174,12 @@ def evaluate(
     typer.echo(
         f"success {result.success:.3f} [{low:.3f}, {high:.3f}] on {result.levels} held-out levels, "
         f"{result.turns_mean:.2f} turns, format {result.format_rate:.3f}, "
-        f"policy versions {result.policy_versions[0]}-{result.policy_versions[1]}, {result.seconds:.1f} s"
+        f"{_versions(*result.policy_versions)}, {result.seconds:.1f} s"
     )
+
+
+def _versions(oldest: int, newest: int) -> str:
+    return f"policy versions {oldest}-{newest}" if oldest >= 0 else "policy version unknown"
 
 
 @app.command()

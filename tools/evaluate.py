@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from vagen.actor.child_engine import child_engine
-from vagen.actor.client import HttpEngineClient
+from vagen.actor.client import EngineClient, HttpEngineClient
 from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
+from vagen.actor.engines.openai import OpenAIClient
 from vagen.actor.environments import EnvironmentPool
 from vagen.actor.episode import EpisodeLimits, EpisodeResult, EpisodeTask, run_episode
 from vagen.actor.episode import Transcript as EpisodeTranscript
@@ -60,10 +61,13 @@ class EvaluationPlan:
     greedy: bool = False
     transcripts: int = 0
     first_seed: int = FIRST_SEED
+    api: str = "sglang"
+    """What the engine speaks: `sglang`, tokens in and out; or `openai`, chat completions, as vLLM does."""
     recipe_arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.levels >= 1, "levels", self.levels, "int >= 1")
+        require(self.api in ("sglang", "openai"), "api", self.api, "sglang or openai")
         require(self.transcripts >= 0, "transcripts", self.transcripts, "int >= 0")
 
     @property
@@ -126,9 +130,8 @@ async def _with_engine(plan: EvaluationPlan, progress: Progress) -> Evaluation:
 async def _evaluate(plan: EvaluationPlan, progress: Progress) -> Evaluation:
     started = time.monotonic()
     renderer = ChatRenderer.load(plan.model_dir)
-    client = HttpEngineClient(
-        plan.engine_url, renderer, api_key=plan.actor.engine_api_key, retries=plan.actor.engine_retries
-    )
+    kind = OpenAIClient if plan.api == "openai" else HttpEngineClient
+    client = kind(plan.engine_url, renderer, api_key=plan.actor.engine_api_key, retries=plan.actor.engine_retries)
     pool = EnvironmentPool(plan.env.name, held_out(plan.env), plan.actor.env_workers)
     tally = _Tally()
     seeds = iter(range(plan.first_seed, plan.first_seed + plan.levels))
@@ -157,7 +160,7 @@ async def _evaluate(plan: EvaluationPlan, progress: Progress) -> Evaluation:
 async def _worker(
     plan: EvaluationPlan,
     seeds: Iterator[int],
-    client: HttpEngineClient,
+    client: HttpEngineClient | OpenAIClient,
     renderer: ChatRenderer,
     pool: EnvironmentPool,
     tally: _Tally,
@@ -180,7 +183,7 @@ async def _worker(
 
 
 async def _play(
-    plan: EvaluationPlan, seed: int, client: HttpEngineClient, renderer: ChatRenderer, pool: EnvironmentPool
+    plan: EvaluationPlan, seed: int, client: EngineClient, renderer: ChatRenderer, pool: EnvironmentPool
 ) -> EpisodeResult:
     task = EpisodeTask(seed=seed, task=plan.env.name, env_name=plan.env.name)
     env = pool.take()

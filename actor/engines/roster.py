@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vagen.common.errors import ConfigError
+from vagen.common.wire import MAX_ENGINES
 
 __all__ = ["Roster", "check_engine_url"]
 
@@ -35,6 +36,8 @@ class Roster:
         urls = list(dict.fromkeys([*self._urls, *await asyncio.to_thread(self._read_file)]))
         if not urls:
             raise ConfigError(f"{self._file}: no engine in the list" if self._file else "--engine: no engine")
+        if len(urls) > MAX_ENGINES:
+            raise ConfigError(f"{self._file or '--engine'}: expected at most {MAX_ENGINES} engines, got {len(urls)}")
         self._seen = urls
         return urls
 

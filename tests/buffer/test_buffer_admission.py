@@ -11,7 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from vagen.buffer.admission import Pacing, start_credits
+from vagen.buffer.connection import make_client
+from vagen.buffer.keys import Keys
 from vagen.buffer.requests import Ask, Beat, Failure
+from vagen.buffer.settings import change_settings
 from vagen.common.trajectory import BootstrapPrompt, End
 from vagen.common.wire import CreditRequest, EpisodeFailed
 
@@ -55,8 +58,8 @@ def paced(bench, heartbeat):
     return make
 
 
-def ask(bench, want, actor="actor-0"):
-    (outcome,) = bench.commit(Ask(b"peer", CreditRequest(run_id="run", actor_id=actor, want=want)))
+def ask(bench, want, actor="actor-0", engines=()):
+    (outcome,) = bench.commit(Ask(b"peer", CreditRequest(run_id="run", actor_id=actor, want=want, engines=engines)))
     return [(task.task_index, task.attempt) for task in outcome.tasks], outcome.reason
 
 
@@ -264,3 +267,56 @@ def test_restart_of_any_part_grants_no_burst(learner, connect, heartbeat, eventu
     assert [(task.task_index, task.attempt) for task in second] == [(index, 0) for index in range(5, 12)]
     assert client.ask(CreditRequest(run_id="run", actor_id="actor-1", want=1)).tasks == ()
     assert store.status().running == 12
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "publish_every", "first_late_step"),
+    [
+        (3, 1, 3),  # weights of step 0 may begin episodes at steps 0, 1 and 2 = max_staleness - 1
+        (1, 1, 1),
+        (0, 1, 1),  # the learner's own last publish is never late: it waits for data of it
+        (1, 2, 2),
+        (3, 4, 4),
+    ],
+)
+def test_weights_are_late_from_a_step_on(bench, heartbeat, max_staleness, publish_every, first_late_step):
+    bench = bench()
+    pacing = {"max_staleness": max_staleness, "publish_every": publish_every}
+    bench.learn(**pacing)
+    beat(bench, heartbeat)
+    bench.learner.admit_engine("http://engine", "e1", 1)
+    own = ("http://engine",)
+    for step in range(first_late_step):
+        bench.learner.register("learner", step=step, batch_size=4, **pacing)
+        assert len(ask(bench, 1, engines=own)[0]) == 1, step
+    bench.learner.register("learner", step=first_late_step, batch_size=4, **pacing)
+    tasks, reason = ask(bench, 1, engines=own)
+    assert tasks == [] and reason == "weights of version 1 are late, and no engine of the actor has newer ones"
+    bench.learner.admit_engine("http://engine", "e1", bench.publish(first_late_step))
+    assert len(ask(bench, 1, engines=own)[0]) == 1
+
+
+def test_an_actor_whose_engines_are_all_late_is_granted_nothing(bench, heartbeat):
+    bench = bench()
+    bench.learn(max_staleness=2)
+    (first,) = heartbeat().engines
+    beat(bench, heartbeat, engines=(first, replace(first, url="http://other")))
+    bench.learner.admit_engine("http://engine", "e1", 1)
+    bench.learner.register("learner", step=2, batch_size=4, max_staleness=2)
+    bench.learner.admit_engine("http://other", "e1", bench.publish(2))
+    _, status = bench.store.commit([], bench.now)
+    assert {engine.url: engine.is_late for engine in status.engines} == {"http://engine": True, "http://other": False}
+    assert len(ask(bench, 1, engines=("http://engine", "http://other"))[0]) == 1
+    assert ask(bench, 1, engines=("http://unknown",)) == ([], "not admitted: http://unknown")
+    assert ask(bench, 1, engines=("http://engine",))[0] == []
+
+
+def test_a_live_max_staleness_moves_what_is_late(bench, heartbeat):
+    bench = bench()
+    bench.learn(max_staleness=2)
+    beat(bench, heartbeat)
+    bench.learner.admit_engine("http://engine", "e1", 1)
+    bench.learner.register("learner", step=2, batch_size=4, max_staleness=2)
+    assert ask(bench, 1, engines=("http://engine",))[0] == []
+    change_settings(make_client(bench.valkey.url), Keys("run"), {"max_staleness": 3}, "somebody")
+    assert len(ask(bench, 1, engines=("http://engine",))[0]) == 1

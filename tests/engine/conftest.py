@@ -29,6 +29,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
+from vagen.actor.engines.exchange import Exchange
 from vagen.common.errors import ConfigError
 from vagen.common.vocabulary import forbidding_bias
 from vagen.learner.broadcast import Broadcaster, PublishReport
@@ -176,6 +177,10 @@ class EngineHandle:
         """Of the weights in force, by engine name."""
         checksums: dict[str, str] = self.admin("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
         return checksums
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the engine's process."""
+        os.kill(self.process.pid, number)
 
     def arm(self, point: str, number: int, pid: int | None = None) -> None:
         """Send a signal, to the engine itself unless told, when it next comes to a point of `engine_worker.py`."""
@@ -428,6 +433,22 @@ def start_text_engines(
     starter = EngineStarter(*tiny_text_model, tmp_path_factory.mktemp("text-engines"))
     yield starter
     starter.stop_all()
+
+
+class Endless(Exchange):
+    """Requests for exactly so many tokens: an end of turn might end them before anything happens to the engine."""
+
+    def _body(self, *args: Any) -> dict[str, Any]:
+        body = super()._body(*args)
+        body["sampling_params"]["ignore_eos"] = True
+        return body
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor's responses do not end by themselves."""
+    for module in ("vagen.actor.client", "vagen.actor.engines.member"):
+        monkeypatch.setattr(f"{module}.Exchange", Endless)
 
 
 @pytest.fixture

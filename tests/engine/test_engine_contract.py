@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,15 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2_5_VLForConditionalGeneration
 
 from vagen.actor.client import HttpEngineClient
+from vagen.actor.engines.config import EnginesConfig
+from vagen.actor.engines.episode import EpisodeClient
+from vagen.actor.engines.pool import EnginePool
+from vagen.actor.engines.roster import Roster
 from vagen.actor.messages import Message, Picture
 from vagen.actor.rendering import ChatRenderer
+from vagen.common.metrics import Metrics
 from vagen.common.trajectory import SamplingParams
+from vagen.common.wire import EngineStatus
 
 TOLERANCE = 2e-5
 LONG = 1500
@@ -271,29 +278,59 @@ def test_abort_by_id(engine, lab):
     assert reasons == {"a.1": "abort", "b.1": "length"}
 
 
-class Endless(HttpEngineClient):
-    """An actor whose responses do not end by themselves, which might be before a publish."""
+@asynccontextmanager
+async def single_client(engine, renderer):
+    """The client of one engine."""
+    client = HttpEngineClient(engine.url, renderer, api_key=engine.api_key or "")
+    try:
+        await client.connect(10)
+        yield client
+    finally:
+        await client.close()
 
-    def _body(self, *args):
-        body = super()._body(*args)
-        body["sampling_params"]["ignore_eos"] = True
-        return body
+
+@asynccontextmanager
+async def pooled_client(engine, renderer):
+    """The same engine in a pool, which has seen its load by the end."""
+    metrics = Metrics("vagen_actor", "run")
+    pool = EnginePool(Roster([engine.url]), renderer, EnginesConfig(probe_s=0.1), metrics, api_key=engine.api_key or "")
+    await pool.connect(10)
+    (announced,) = pool.announcements
+    version = int(engine.version())
+    pool.admit([EngineStatus(url=engine.url, incarnation=announced.incarnation, policy_version=version)])
+    work = asyncio.create_task(pool.run())
+    usages = []
+
+    async def watch():
+        while True:
+            await pool.changed.wait(10)
+            usages.append(metrics.registry.get_sample_value("vagen_actor_engine_kv_usage", labels))
+
+    labels = {"run": "run", "engine": engine.url}
+    watching = asyncio.create_task(watch())
+    try:
+        yield EpisodeClient(pool)
+        assert 0 < max(usages) <= 1 and announced.kind in ("local", "sglang")
+    finally:
+        for task in (watching, work):
+            task.cancel()
+        await asyncio.gather(watching, work, return_exceptions=True)
+        await pool.close()
 
 
-def test_an_actor_goes_on_from_an_aborted_generation_with_both_versions(engine, lab, publish_during):
+@pytest.mark.parametrize("connected", [single_client, pooled_client])
+def test_an_actor_goes_on_from_an_aborted_generation_with_both_versions(
+    engine, lab, publish_during, endless, connected
+):
     renderer = ChatRenderer.load(engine.model_dir)
     prompt = renderer.render((Message("user", (Picture(lab.png(4), (56, 56)), "w30")),))
     before = engine.reference
 
     async def generate():
-        client = Endless(engine.url, renderer, api_key=engine.api_key or "")
-        try:
-            await client.connect(10)
+        async with connected(engine, renderer) as client:
             return await client.generate(
                 prompt, sampling=SamplingParams(), max_new_tokens=LONG, rid="episode", timeout_s=60
             )
-        finally:
-            await client.close()
 
     renderer.stop_token_ids = ()
     future, new = publish_during(engine, lambda: engine.threads.submit(asyncio.run, generate()), "abort")

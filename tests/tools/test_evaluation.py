@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import io
 import json
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
+from PIL import Image
 
+from vagen.actor.client import HttpEngineClient
+from vagen.actor.messages import Message, Picture, Response
+from vagen.actor.rendering import ChatRenderer
 from vagen.common.config import read_recipe
+from vagen.common.trajectory import SamplingParams
 from vagen.envs.base import encode_png
 from vagen.envs.registry import make_core
 from vagen.tools.child import ProcessSpec
@@ -146,3 +157,78 @@ def test_a_local_engine_that_cannot_start_says_why(tmp_path):
     assert done.returncode == 1
     assert "Fatal Python error" not in done.stderr
     assert done.stderr.startswith("error: ") and str(tmp_path / "nothing") in done.stderr
+
+
+@contextmanager
+def openai_server(engine: str, model: Path) -> Iterator[str]:
+    """A server of chat completions over the engine: it renders the messages itself, as vLLM does."""
+    renderer = ChatRenderer.load(model)
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["model"] == "policy" and request.headers["Authorization"] == "Bearer secret"
+        conversation = [item_of(message) for message in body["messages"]]
+        client = HttpEngineClient(engine, renderer)
+        try:
+            await client.connect(10)
+            answer = await client.generate(
+                renderer.render(tuple(conversation)),
+                sampling=SamplingParams(temperature=body["temperature"]),
+                max_new_tokens=body["max_tokens"],
+                rid="openai",
+                timeout_s=60,
+            )
+        finally:
+            await client.close()
+        said = {"role": "assistant", "content": renderer.decode(answer.token_ids)}
+        return web.json_response({"choices": [{"index": 0, "message": said, "finish_reason": answer.finish_reason}]})
+
+    def item_of(message: dict[str, Any]) -> Message | Response:
+        content = message["content"]
+        if message["role"] == "assistant":
+            return Response(tuple(renderer.encode_response(content)))
+        parts = [content] if isinstance(content, str) else [part_of(part) for part in content]
+        return Message(message["role"], tuple(parts))
+
+    def part_of(part: dict[str, Any]) -> str | Picture:
+        if part["type"] == "text":
+            return str(part["text"])
+        encoded = base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,"))
+        return Picture(encoded, Image.open(io.BytesIO(encoded)).size)
+
+    loop = asyncio.new_event_loop()
+    app = web.Application(client_max_size=1 << 24)
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", complete)])
+    runner = web.AppRunner(app)
+    loop.run_until_complete(runner.setup())
+    loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_a_server_of_chat_completions_evaluates_as_the_engine_behind_it(engine, model, tmp_path):
+    results = []
+    with openai_server(engine, model) as url:
+        for name, words in (
+            ("engine", [engine]),
+            ("openai", [url + "/v1", "--api", "openai", "--set", "actor.engine_api_key=secret"]),
+        ):
+            out = tmp_path / f"{name}.json"
+            words += ["--levels", "12", "--transcripts", "12", "--greedy", "--out", str(out)]
+            done = run_eval(words[0], model, *words[1:])
+            assert done.returncode == 0, done.stderr
+            results.append(json.loads(out.read_text()))
+    ours, theirs = results
+    assert theirs["transcripts"] == ours["transcripts"], "the same pictures, responses and actions"
+    assert (theirs["success"], theirs["turns_mean"]) == (ours["success"], ours["turns_mean"])
+    assert theirs["policy_versions"] == [-1, -1] and "policy version unknown" in done.stdout
