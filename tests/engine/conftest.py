@@ -178,10 +178,6 @@ class EngineHandle:
         checksums: dict[str, str] = self.admin("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
         return checksums
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the engine's process."""
-        os.kill(self.process.pid, number)
-
     def arm(self, point: str, number: int, pid: int | None = None) -> None:
         """Send a signal, to the engine itself unless told, when it next comes to a point of `engine_worker.py`."""
         partial = self.fault.with_suffix(".partial")
