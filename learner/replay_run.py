@@ -18,8 +18,9 @@ import xxhash
 from vagen.buffer.archive.reader import Archive, open_archive
 from vagen.common.config import RunConfig, section
 from vagen.learner.config import LearnerConfig
+from vagen.learner.export import export_model
 from vagen.learner.replay import ArchiveSource, Draws, ReplayOptions
-from vagen.learner.startup import LearnerParts, export_model, learner_parts
+from vagen.learner.startup import LearnerParts, learner_parts
 
 __all__ = ["ReplayBegins", "run_replay"]
 
@@ -61,7 +62,7 @@ def run_replay(
     draws = None
     if order == "shuffled":
         draws = Draws(archive, seed=run.seed, batch_size=config.batch_size, epochs=options.epochs)
-    with learner_parts(run, config, model_dir, run_dir) as parts:
+    with learner_parts(recipe, model_dir, run_dir) as parts:
         source = ArchiveSource(
             archive,
             draws,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from ulid import ULID
 
 from vagen.buffer.config import BufferConfig
@@ -25,11 +25,13 @@ from vagen.buffer.sharded_store import Store, connect_store, make_selector
 from vagen.common.config import RunConfig, section
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
+from vagen.common.redaction import redact_settings
 from vagen.learner.archiver import StepArchiver
 from vagen.learner.batching import RowPreparer
 from vagen.learner.broadcast import Broadcaster, probe_engine
 from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.config import LearnerConfig
+from vagen.learner.export import export_model
 from vagen.learner.feeder import BatchFeeder
 from vagen.learner.journal import StepJournal
 from vagen.learner.loop import Learner
@@ -43,11 +45,9 @@ from vagen.learner.sft import adam_options
 from vagen.learner.sources import BatchSource, BufferSource
 from vagen.learner.update import PolicyUpdate, load_models
 
-__all__ = ["LearnerParts", "export_model", "exported_step", "learner_parts", "run_learner"]
+__all__ = ["LearnerParts", "learner_parts", "run_learner"]
 
 logger = logging.getLogger(__name__)
-
-_EXPORT_STEP_FILE = "learner.step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class LearnerParts:
         """Say in ready.json that training begins."""
         if self.is_first:
             content = {"pid": os.getpid(), "metrics_port": self.metrics_port, "first_step": self.first_step}
-            _write_ready(self.folder / "ready.json", content)
+            _replace(self.folder / "ready.json", json.dumps(content) + "\n")
 
 
 def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis_url: str) -> int:
@@ -110,13 +110,13 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
     Resumes from the newest checkpoint under `run_dir`. Raises `ConfigError` for what cannot work and
     `BufferUnavailableError` when the buffer's Redis does not answer.
     """
-    run, config = section(recipe, "run", RunConfig), section(recipe, "learner", LearnerConfig)
+    config = section(recipe, "learner", LearnerConfig)
     with ExitStack() as stack:
         group_size = int(recipe.get("actor", {}).get("group_size", 1))
         connect = _connector(redis_url, recipe, config, group_size, stack)
         store = connect()
         _check_buffer(store, config)
-        parts = stack.enter_context(learner_parts(run, config, model_dir, run_dir))
+        parts = stack.enter_context(learner_parts(recipe, model_dir, run_dir))
         archiver = _open_archive(parts, run_dir, connect, stack)
         learner = stack.enter_context(_live_learner(parts, store, connect(), archiver, group_size))
         reached = learner.run()
@@ -128,12 +128,13 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
 
 
 @contextmanager
-def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_dir: Path) -> Iterator[LearnerParts]:
+def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> Iterator[LearnerParts]:
     """Process groups, model, newest checkpoint, journal and metrics; ends them with the block.
 
     SIGTERM and SIGINT set `stop` meanwhile. Raises `ConfigError` for what cannot work and `CheckpointError` for a
     checkpoint of another model.
     """
+    run, config = section(recipe, "run", RunConfig), section(recipe, "learner", LearnerConfig)
     torch.set_num_threads(config.num_threads)
     folder = run_dir / "learner"
     preparer = RowPreparer.load(model_dir)
@@ -152,6 +153,8 @@ def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_di
             logger.info("resumed from %s", newest)
         metrics = Metrics("vagen_learner", run.name)
         port = metrics.serve(config.metrics_port) if topology.rank == 0 else 0
+        if topology.rank == 0:
+            _replace(folder / "recipe.yaml", yaml.safe_dump(redact_settings(recipe), sort_keys=False))
         with closing(StepJournal(folder / "metrics.jsonl", metrics, config.alarms)) as journal:
             yield LearnerParts(
                 run=run,
@@ -169,24 +172,6 @@ def learner_parts(run: RunConfig, config: LearnerConfig, model_dir: Path, run_di
                 metrics_port=port,
                 stop=stop,
             )
-
-
-def export_model(model: VisionLanguageActorCritic, target: Path, step: int) -> None:
-    """Write the model of a learner step as a model directory, unless it stands there; an older step's is replaced."""
-    if exported_step(target) == step:
-        return
-    is_first = torch.distributed.get_rank() == 0
-    if is_first:
-        shutil.rmtree(target, ignore_errors=True)
-    model.save_hf(target)
-    if is_first:
-        (target / _EXPORT_STEP_FILE).write_text(str(step))
-
-
-def exported_step(model_dir: Path) -> int | None:
-    """The learner step of a model directory that `export_model` wrote; None for any other."""
-    marker = model_dir / _EXPORT_STEP_FILE
-    return int(marker.read_text()) if marker.is_file() else None
 
 
 @contextmanager
@@ -320,8 +305,8 @@ def _check_buffer(store: Store, config: LearnerConfig) -> None:
         )
 
 
-def _write_ready(file: Path, content: dict[str, Any]) -> None:
+def _replace(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(content) + "\n")
+    partial.write_text(text)
     partial.replace(file)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: no script, no network, colours from the page's CSS variables `--c0` to `--c7`.
+"""Charts as inline SVG: no script, no network, colours from the page's CSS variables `--c0` to `--c7`; and as a file.
 
 Pure functions of numbers; every mark carries a `<title>`, which browsers show as its tooltip.
 """
@@ -15,7 +15,15 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 460, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 16, 40
-_NUM_COLOURS = 8
+_TITLE_HEIGHT = 24
+_COLOURS = ("#2563c9", "#d9622b", "#0f8a6d", "#8a4fc9", "#c23b72", "#8a7a12", "#2a8fb0", "#6b7280")
+"""Of a file that stands alone; a page has its own."""
+_NUM_COLOURS = len(_COLOURS)
+_FIGURE_STYLE = (
+    "text{font-size:11px;fill:#555}.title{font-size:13px;font-weight:600;fill:#222}.name{font-size:11px}"
+    ".tick,.label{text-anchor:middle}.tick.y{text-anchor:end}.grid{stroke:#e3e3e3}"
+    ".line{fill:none;stroke-width:2}.dot{fill:currentColor;stroke:none}.hit{fill:transparent}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +60,51 @@ def line_chart(
     target: float | None = None,
 ) -> Markup:
     """Lines over a common x axis; points that are not finite are gaps. Empty when nothing is to be drawn."""
-    series = [_finite(one) for one in series]
-    series = [one for one in series if one.points]
+    series = _drawable(series)
     if not series:
         return Markup("")
+    return _svg(_line_parts(series, x_label, y_range, target)) + legend([one.name for one in series])
+
+
+def line_figure(panels: Mapping[str, Sequence[Series]], *, x_label: str = "learner step") -> str:
+    """Titled line charts below each other as one SVG file that needs no page. Empty when nothing is to be drawn."""
+    drawn: list[Markup] = []
+    place = Markup('<g transform="translate(0 {})">{}</g>')
+    for title, series in panels.items():
+        series = _drawable(series)
+        if not series:
+            continue
+        names = [Markup('<text class="title" x="{}" y="16">{}</text>').format(_LEFT, title)]
+        if len(series) > 1:
+            names += [
+                Markup('<text class="name f{}" x="{}" y="16">{}</text>').format(
+                    index % _NUM_COLOURS, _LEFT + 90 + 80 * index, one.name
+                )
+                for index, one in enumerate(series)
+            ]
+        chart = Markup("").join(_line_parts(series, x_label, None, None))
+        content = Markup("").join(names) + place.format(_TITLE_HEIGHT, chart)
+        drawn.append(place.format(len(drawn) * (HEIGHT + _TITLE_HEIGHT), content))
+    if not drawn:
+        return ""
+    size = (WIDTH, len(drawn) * (HEIGHT + _TITLE_HEIGHT))
+    colours = Markup("").join(
+        Markup(".s{0}{{stroke:{1};color:{1}}}.f{0}{{fill:{1}}}").format(index, colour)
+        for index, colour in enumerate(_COLOURS)
+    )
+    return Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" width="{0}" height="{1}" '
+        'font-family="sans-serif"><style>{2}{3}</style><rect width="{0}" height="{1}" fill="#ffffff"/>{4}</svg>\n'
+    ).format(*size, Markup(_FIGURE_STYLE), colours, Markup("").join(drawn))
+
+
+def _drawable(series: Sequence[Series]) -> list[Series]:
+    return [one for one in map(_finite, series) if one.points]
+
+
+def _line_parts(
+    series: Sequence[Series], x_label: str, y_range: tuple[float, float] | None, target: float | None
+) -> list[Markup]:
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points] + [v for one in series for pair in one.band for v in pair]
     if target is not None:
@@ -71,7 +120,7 @@ def line_chart(
             )
         )
     parts += [_line(frame, one, index) for index, one in enumerate(series)]
-    return _svg(parts) + legend([one.name for one in series])
+    return parts
 
 
 def bar_chart(bars: Mapping[str, float], *, x_label: str) -> Markup:

@@ -12,6 +12,7 @@ from vagen.tools.archive_commands import add_archive_commands
 from vagen.tools.buffer_commands import buffer_app
 from vagen.tools.console import user_errors
 from vagen.tools.engine_commands import doctor_app, serve_sglang, watch_engine
+from vagen.tools.export_command import export
 from vagen.tools.keys import app as keys_app
 from vagen.tools.replay_command import replay
 
@@ -40,6 +41,8 @@ app = typer.Typer(
 
       vagen report runs/demo-seed0
 
+      vagen export runs/demo-seed0 exported
+
       vagen replay runs/a/archive --model runs/a/learner/export --config frozenlake
 
       vagen config check my.yaml --set learner.batch_size=48
@@ -51,6 +54,7 @@ app.add_typer(buffer_app, name="buffer")
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.command("replay")(replay)
+app.command("export")(export)
 app.add_typer(doctor_app, name="doctor")
 app.command("sglang")(serve_sglang)
 app.command("watch-engine")(watch_engine)

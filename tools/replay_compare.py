@@ -20,13 +20,13 @@ from vagen.common.config import RunConfig, read_recipe, require, section
 from vagen.common.errors import ConfigError
 from vagen.learner.batching import RowPreparer, TrainingBatch, prepare_batch
 from vagen.learner.config import LearnerConfig
+from vagen.learner.export import exported_step
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.checkpoint_io import load_checkpoint
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import parallel_session
 from vagen.learner.replay import refuse_unknown_behaviour
 from vagen.learner.sft import adam_options
-from vagen.learner.startup import exported_step
 from vagen.learner.update import load_models
 from vagen.tools.replay_measure import Bench, Bucket, Measured
 

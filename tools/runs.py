@@ -5,6 +5,8 @@
     model/                  the warm start
     <process>/ready.json    who serves where, written by buffer, engine, actor and learner
     learner/metrics.jsonl   one line a learner step
+    learner/recipe.yaml     the recipe as the learner was given it, without keys and passwords
+    learner/checkpoints/    what a learner resumes from
     learner/export/         the trained model, written after the last step
     eval/                   before.json, after.json, curve.jsonl
     telemetry.jsonl         cumulative counters of all processes, sampled by `vagen demo`
@@ -183,6 +185,14 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.root / "learner" / "metrics.jsonl"
+
+    @property
+    def learner_recipe(self) -> Path:
+        return self.root / "learner" / "recipe.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "learner" / "checkpoints"
 
     @property
     def export(self) -> Path:

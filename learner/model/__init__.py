@@ -8,3 +8,5 @@ warnings.filterwarnings(
 )
 warnings.filterwarnings("ignore", message=".*torch.distributed.*deprecated", category=FutureWarning)
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
+warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+warnings.filterwarnings("ignore", message=r"`load_state_dict` is deprecated", category=FutureWarning)

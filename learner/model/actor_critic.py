@@ -34,7 +34,15 @@ from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
 from vagen.learner.model.cpu_compat import compute_device
 from vagen.learner.model.deepstack import DeepstackSeqParams
 from vagen.learner.model.families import family_of
-from vagen.learner.model.files import VALUE_HEAD_FILE, WEIGHTS_FILE, atomic_directory, copy_companions, read_weights
+from vagen.learner.model.files import (
+    MAX_SHARD_BYTES,
+    VALUE_HEAD_FILE,
+    atomic_directory,
+    copy_companions,
+    read_weights,
+    set_dtype,
+    write_weights,
+)
 from vagen.learner.model.gpt import ModelOptions, build_gpt
 from vagen.learner.model.logprobs import logprobs_and_entropy
 from vagen.learner.model.spec import uses_transformer_engine
@@ -256,9 +264,18 @@ class VisionLanguageActorCritic(MegatronModule):
         Raises CheckpointError where `model_dir` exists.
         """
         with atomic_directory(Path(model_dir)) as target:
-            state = {name: tensor.cpu() for name, tensor in self._copies(self.family.disk_name)}
-            if torch.distributed.get_rank() == 0:
-                copy_companions(self.source_dir, target)
-                save_file(state, target / WEIGHTS_FILE, metadata={"format": "pt"})
-                head = {name: tensor.detach().cpu() for name, tensor in self.value_head.state_dict().items()}
-                save_file(head, target / VALUE_HEAD_FILE, metadata=self._value_metadata or None)
+            self.write_hf(target)
+
+    def write_hf(self, target: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None) -> None:
+        """`save_hf` into a directory that is there already. Collective over all ranks.
+
+        Policy weights are written as `dtype`, by default their own, and config.json names it; of more than
+        `max_shard_bytes` in several files.
+        """
+        state = {name: tensor.to("cpu", dtype) for name, tensor in self._copies(self.family.disk_name)}
+        if torch.distributed.get_rank() == 0:
+            copy_companions(self.source_dir, target)
+            set_dtype(target / "config.json", dtype or self.config.params_dtype)
+            write_weights(state, target, max_shard_bytes or MAX_SHARD_BYTES)
+            head = {name: tensor.detach().cpu() for name, tensor in self.value_head.state_dict().items()}
+            save_file(head, target / VALUE_HEAD_FILE, metadata=self._value_metadata or None)

@@ -1,5 +1,9 @@
 """Training checkpoints in megatron's torch_dist format: model, optimizer, random number generators, and a JSON record.
 
+    learner.json    what the caller wants back, and which model it is of
+    model/          what a transformers model directory holds besides weights, so that a checkpoint can be exported
+    state/          torch_dist
+
 Owns the format and exact resume: a run that loads a checkpoint continues with bit-identical losses. Saved with one
 tensor-parallel size, loaded with another, weights and optimizer state are exact and generators are not restored. Does
 not decide when to save, and does not delete.
@@ -13,6 +17,7 @@ import queue
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +28,20 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from transformers import AutoConfig
 
 from vagen.common.errors import CheckpointError
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
-from vagen.learner.model.cpu_compat import cuda_as_cpu
-from vagen.learner.model.files import atomic_directory
+from vagen.learner.model.cpu_compat import compute_device, cuda_as_cpu
+from vagen.learner.model.files import atomic_directory, copy_companions
+from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import topology
 
-__all__ = ["load_checkpoint", "read_record", "save_checkpoint"]
+__all__ = ["load_checkpoint", "load_model", "read_record", "save_checkpoint"]
 
 _RECORD_FILE = "learner.json"
+_COMPANIONS = "model"
 _FORMAT = 1
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -47,13 +55,22 @@ def save_checkpoint(
     `path` exists.
     """
     record = json.dumps(
-        {"format": _FORMAT, "model": _fingerprint(model), "world": _world(), "extra": dict(extra)}, indent=2
+        {
+            "format": _FORMAT,
+            "model": _fingerprint(model),
+            "bf16": model.config.bf16,
+            "world": _world(),
+            "extra": dict(extra),
+        },
+        indent=2,
     )
     with atomic_directory(Path(path)) as target:
         content = target / "state"
         if dist.get_rank() == 0:
             content.mkdir()
             (target / _RECORD_FILE).write_text(record)
+            (target / _COMPANIONS).mkdir()
+            copy_companions(model.source_dir, target / _COMPANIONS)
         dist.barrier()
         with cuda_as_cpu():
             state = _sharded_state(model, trainer, with_generators=True, is_loading=False)
@@ -105,15 +122,39 @@ def load_checkpoint(path: str | Path, model: VisionLanguageActorCritic, trainer:
     same_world = record["world"] == _world()
     with cuda_as_cpu():
         wanted = _sharded_state(model, trainer, with_generators=same_world, is_loading=True)
-        try:
-            state = dist_checkpointing.load(wanted, str(Path(path) / "state"))
-            model.load_state_dict(state["model"])
-        except (CheckpointingException, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{path}: does not match the model: {error}") from error
+        state = _load_state(Path(path), model, wanted)
         _load_optimizer(trainer, state["optimizer"])
     if same_world:
         _set_generators(state["generators"])
     return record["extra"]
+
+
+def load_model(path: str | Path) -> tuple[VisionLanguageActorCritic, dict[str, Any]]:
+    """The model of a checkpoint, in the dtype it was trained in and without an optimizer, and the `extra`.
+
+    Collective over all ranks. Raises CheckpointError where the checkpoint is missing or not whole.
+    """
+    record = _record(Path(path))
+    source = Path(path) / _COMPANIONS
+    kind = record["model"]
+    options = ModelOptions(bf16=record["bf16"], value_bins=kind.get("value_bins"))
+    if "value_range" in kind:
+        low, high = kind["value_range"]
+        options = replace(options, value_range=(low, high))
+    model = VisionLanguageActorCritic(AutoConfig.from_pretrained(source), options, source).to(compute_device())
+    with cuda_as_cpu():
+        _load_state(Path(path), model, {"model": model.sharded_state_dict()})
+    return model, record["extra"]
+
+
+def _load_state(path: Path, model: VisionLanguageActorCritic, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Fill the model's weights, and return all that was wanted."""
+    try:
+        state = dist_checkpointing.load(wanted, str(path / "state"))
+        model.load_state_dict(state["model"])
+    except (CheckpointingException, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{path}: does not match the model: {error}") from error
+    return state
 
 
 def _record(path: Path) -> dict[str, Any]:
