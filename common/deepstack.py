@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from vagen.common.vision import BatchedVisionTower, Grid, GridPlan
@@ -33,7 +34,7 @@ class _DeepstackPlan(GridPlan):
 class DeepstackVisionTower(BatchedVisionTower):
     """Features [M, (1 + K) * H]: what stands at the placeholders, then what decoder layers 0 .. K - 1 add there."""
 
-    module_type = Qwen3VLVisionModel
+    module_types = (Qwen3VLVisionModel, Qwen3VLMoeVisionModel)
 
     def __init__(self, visual: Any) -> None:
         super().__init__(visual)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers.models.internvl.modeling_internvl import InternVLModel
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from vagen.common.deepstack import DeepstackVisionTower
 from vagen.common.grids import image_kind
@@ -27,4 +26,5 @@ def vision_tower(visual: Any) -> VisionTower:
     """The tower around a vision module. Raises ConfigError for one of an unknown family."""
     if isinstance(visual, TiledVision | InternVLModel):
         return TiledVisionTower(visual)
-    return DeepstackVisionTower(visual) if isinstance(visual, Qwen3VLVisionModel) else BatchedVisionTower(visual)
+    is_deep = isinstance(visual, DeepstackVisionTower.module_types)
+    return DeepstackVisionTower(visual) if is_deep else BatchedVisionTower(visual)

@@ -259,14 +259,14 @@ class BatchedVisionTower:
     whoever owns the wrapped module saves and moves it.
     """
 
-    module_type: type[nn.Module] = Qwen2_5_VisionTransformerPretrainedModel
+    module_types: tuple[type[nn.Module], ...] = (Qwen2_5_VisionTransformerPretrainedModel,)
     num_deepstack = 0
     """K: so many times H more features for each token."""
 
     def __init__(self, visual: Any) -> None:
         self._visual = visual
-        if not isinstance(visual, self.module_type):
-            raise ConfigError(f"vision tower must be a {self.module_type.__name__}, got {type(visual).__name__}")
+        if not isinstance(visual, self.module_types):
+            raise ConfigError(f"vision tower must be a {self.module_types[0].__name__}, got {type(visual).__name__}")
         self._merge_size = int(self._visual.spatial_merge_size)
         self.merge_unit = self._merge_size**2
         self._full_attention = self._attention_kinds()

@@ -28,6 +28,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -49,6 +50,7 @@ _KINDS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
     "qwen3": Qwen3ForCausalLM,
     "qwen3_vl": Qwen3VLForConditionalGeneration,
+    "qwen3_vl_moe": Qwen3VLMoeForConditionalGeneration,
 }
 """transformers' class of each `model_type`."""
 
@@ -57,7 +59,8 @@ _KINDS: dict[str, Any] = {
 class _Layer:
     """Parameters of one decoder layer; `qkv`, `qk_norm` and `gate_up` are tensors that transformers' parameters view.
 
-    Qwen2 has biases, Qwen3 norms of queries and keys ([2, D]: the query's, the key's).
+    Qwen2 has biases, Qwen3 norms of queries and keys ([2, D]: the query's, the key's). A mixture of experts stays the
+    module that it is in transformers.
     """
 
     norm1: Tensor
@@ -66,8 +69,9 @@ class _Layer:
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
     out: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
+    experts: nn.Module | None
 
 
 class EngineModel:
@@ -215,7 +219,11 @@ class EngineModel:
 
     def _finish_layer(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         x = x + F.linear(attended, layer.out)
-        gate, up = F.linear(F.rms_norm(x, (x.shape[-1],), layer.norm2, self._eps), layer.gate_up).chunk(2, -1)
+        normed = F.rms_norm(x, (x.shape[-1],), layer.norm2, self._eps)
+        if layer.gate_up is None or layer.down is None:
+            assert layer.experts is not None
+            return x + layer.experts(normed[None])[0]
+        gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, layer.down)
 
     def _head(self, x: Tensor) -> Tensor:
@@ -231,7 +239,7 @@ class EngineModel:
         self._sin = torch.cat((-sin, sin), -1).to(self.dtype)
         sections = self._text.config.rope_parameters.get("mrope_section") or [len(frequencies)]
         # Qwen3-VL always interleaves, whatever `mrope_interleaved` says.
-        interleaved = isinstance(self.hf, Qwen3VLForConditionalGeneration)
+        interleaved = isinstance(self.hf, Qwen3VLForConditionalGeneration | Qwen3VLMoeForConditionalGeneration)
         axis = torch.from_numpy(mrope_axes(sections, interleaved=interleaved))
         self._axis = torch.cat((axis, axis)).to(self.device)
         """[D]: which of the three position axes turns this component."""
@@ -280,6 +288,7 @@ def _eos_token_ids(hf: Any) -> tuple[int, ...]:
 def _fuse(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    is_dense = hasattr(mlp, "gate_proj")
     norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else []
     return _Layer(
         norm1=layer.input_layernorm.weight,
@@ -288,8 +297,9 @@ def _fuse(layer: Any) -> _Layer:
         qkv_bias=None if attention.q_proj.bias is None else _share([p.bias for p in projections]),
         qk_norm=_share(norms).unflatten(0, (2, -1)) if norms else None,
         out=attention.o_proj.weight,
-        gate_up=_share([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        down=mlp.down_proj.weight,
+        gate_up=_share([mlp.gate_proj.weight, mlp.up_proj.weight]) if is_dense else None,
+        down=mlp.down_proj.weight if is_dense else None,
+        experts=None if is_dense else mlp,
     )
 
 

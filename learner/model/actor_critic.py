@@ -186,11 +186,13 @@ class VisionLanguageActorCritic(MegatronModule):
         # Before transformers reads it, which has a sentence of its own for model types that it does not know.
         family_of(str(read_model_json(source / "config.json").get("model_type")))
         model = cls(AutoConfig.from_pretrained(source), options or ModelOptions(), source)
-        state = {model.family.hf_name(name): tensor for name, tensor in read_weights(source).items()}
+        family, text_config = model.family, model.family.text_config(model.hf_config)
+        state = {family.hf_name(name): tensor for name, tensor in read_weights(source).items()}
+        state = {name: family.from_disk(text_config, name, tensor) for name, tensor in state.items()}
         load_decoder(model.language_model, model._rules, state)
         try:
             if model.visual is not None:
-                named = [(model.family.vision_name(name), tensor) for name, tensor in state.items()]
+                named = [(family.vision_name(name), tensor) for name, tensor in state.items()]
                 model.visual.load_state_dict({name: tensor for name, tensor in named if name is not None})
             if (source / VALUE_HEAD_FILE).is_file():
                 model._load_value_head(source / VALUE_HEAD_FILE)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["compute_device", "cuda_as_cpu", "install"]
@@ -28,6 +29,9 @@ def compute_device() -> torch.device:
 
 def install() -> None:
     """Replace megatron-core's unconditional CUDA calls. Call once, before model parallelism is initialised."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # A router asks whether it is None, and it is not even that without Transformer Engine.
+        moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return
     replacements: list[tuple[Any, str, Callable[..., Any]]] = [

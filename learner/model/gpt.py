@@ -42,6 +42,9 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if getattr(text_config, name) % tp:
             raise ConfigError(f"config.json: {name} {getattr(text_config, name)} does not divide by {tp} TP ranks")
+    peculiar = family.transformer_options(text_config)
+    if tp > 1 and peculiar.get("num_moe_experts"):
+        raise ConfigError(f"learner.tensor_parallel_size: expected 1 for a mixture of experts, got {tp}")
     cuda = torch.cuda.is_available()
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -77,7 +80,7 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         batch_p2p_comm=False,
-        **family.transformer_options(text_config),
+        **peculiar,
         **(recompute if options.recompute else {}),
     )
 

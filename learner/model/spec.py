@@ -35,11 +35,15 @@ def decoder_layer_spec(config: TransformerConfig, *, transformer_engine: bool, d
     """Layer spec for `config`; with `deepstack` the layers add features of inner vision blocks."""
     spec: Any
     if transformer_engine:
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
         if deepstack:
             spec.module = DeepstackLayer
         return spec
-    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization=config.normalization, qk_layernorm=config.qk_layernorm
+    )
     spec.module = SegmentedLayer
     spec.submodules.self_attention.submodules.core_attention = SegmentedSDPAttention
     return spec

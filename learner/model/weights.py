@@ -5,6 +5,7 @@ Owns fusing, splitting, sharding and gathering under the rules of a family. Know
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _TRANSFORMER_ENGINE_NAMES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """Transformer Engine fuses these norms into the linear layer behind them."""
+_HALVES = (Layout.GATE_UP, Layout.FUSED_GATE_UP)
 
 
 def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str, Tensor]) -> None:
@@ -57,9 +59,17 @@ def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str
     """
     parameters = dict(gpt.named_parameters())
     group = parallel_state.get_tensor_model_parallel_group()
-    for rule in rules:
+    experts: list[Tensor] = []
+    for rule, following in itertools.zip_longest(rules, rules[1:]):
         shard = parameters[_local_name(rule.megatron, parameters)].detach()
-        yield from zip(rule.hf, _split(rule, _gather(rule, shard, group), gpt.config), strict=True)
+        parts = _split(rule, _gather(rule, shard, group), gpt.config)
+        if rule.expert is None:
+            yield from zip(rule.hf, parts, strict=True)
+            continue
+        experts += parts
+        if following is None or following.hf != rule.hf:
+            yield rule.hf[0], torch.stack(experts)
+            experts = []
 
 
 def _local_name(name: str, parameters: Mapping[str, Any]) -> str:
@@ -80,8 +90,8 @@ def _heads(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 def _fuse(rule: WeightRule, parts: Sequence[Tensor], config: TransformerConfig) -> Tensor:
-    if rule.layout is Layout.COPY:
-        return parts[0]
+    if rule.layout in (Layout.COPY, Layout.FUSED_GATE_UP):
+        return parts[0] if rule.expert is None else parts[0][rule.expert]
     if rule.layout is Layout.GATE_UP:
         return torch.cat(list(parts))
     groups, queries, width = _heads(config)
@@ -90,7 +100,7 @@ def _fuse(rule: WeightRule, parts: Sequence[Tensor], config: TransformerConfig) 
 
 
 def _split(rule: WeightRule, whole: Tensor, config: TransformerConfig) -> Sequence[Tensor]:
-    if rule.layout is Layout.COPY:
+    if rule.layout in (Layout.COPY, Layout.FUSED_GATE_UP):
         return [whole]
     if rule.layout is Layout.GATE_UP:
         return whole.chunk(2)
@@ -102,7 +112,7 @@ def _split(rule: WeightRule, whole: Tensor, config: TransformerConfig) -> Sequen
 def _shard(rule: WeightRule, whole: Tensor, rank: int, size: int) -> Tensor:
     if rule.tp_dim is None or size == 1:
         return whole
-    halves = whole.chunk(2, rule.tp_dim) if rule.layout is Layout.GATE_UP else [whole]
+    halves = whole.chunk(2, rule.tp_dim) if rule.layout in _HALVES else [whole]
     return torch.cat([half.chunk(size, rule.tp_dim)[rank] for half in halves], rule.tp_dim)
 
 
@@ -112,7 +122,7 @@ def _gather(rule: WeightRule, shard: Tensor, group: dist.ProcessGroup) -> Tensor
         return shard
     shards = [torch.empty_like(shard) for _ in range(size)]
     dist.all_gather(shards, shard.contiguous(), group=group)
-    if rule.layout is not Layout.GATE_UP:
+    if rule.layout not in _HALVES:
         return torch.cat(shards, rule.tp_dim)
     pairs = [shard.chunk(2, rule.tp_dim) for shard in shards]
     return torch.cat([torch.cat([pair[half] for pair in pairs], rule.tp_dim) for half in (0, 1)], rule.tp_dim)

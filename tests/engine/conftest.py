@@ -228,6 +228,7 @@ class Lab:
             "qwen2_5_vl": tiny.build_model,
             "qwen3": tiny.build_qwen3,
             "qwen3_vl": tiny.build_qwen3_vl,
+            "qwen3_vl_moe": tiny.build_qwen3_vl_moe,
         }
         return builders[family](folder)
 

@@ -28,6 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
@@ -105,9 +107,19 @@ def build_qwen3(folder: Path) -> Qwen3ForCausalLM:
 
 def build_qwen3_vl(folder: Path) -> Qwen3VLForConditionalGeneration:
     """A tiny model whose first decoder layer adds features of an inner vision block."""
+    return _build_qwen3_vl(folder, Qwen3VLConfig, Qwen3VLForConditionalGeneration)
+
+
+def build_qwen3_vl_moe(folder: Path) -> Qwen3VLMoeForConditionalGeneration:
+    """The same with four experts, two a token."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return _build_qwen3_vl(folder, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, **experts)
+
+
+def _build_qwen3_vl(folder: Path, config_class: Any, model_class: Any, **text: Any) -> Any:
     torch.manual_seed(3)
-    config = Qwen3VLConfig(
-        text_config=text_settings(mrope_section=[6, 5, 5]) | {"head_dim": 32},
+    config = config_class(
+        text_config=text_settings(mrope_section=[6, 5, 5]) | {"head_dim": 32} | text,
         vision_config=dict(
             depth=2,
             hidden_size=32,
@@ -126,7 +138,7 @@ def build_qwen3_vl(folder: Path) -> Qwen3VLForConditionalGeneration:
         tie_word_embeddings=True,
     )
     ImageSpec(patch_size=16, max_pixels=64 * 64 * 8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)).save(folder)
-    return save(Qwen3VLForConditionalGeneration(config), folder)
+    return save(model_class(config), folder)
 
 
 def build_internvl(folder: Path) -> InternVLForConditionalGeneration:

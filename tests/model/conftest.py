@@ -20,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
@@ -99,43 +101,62 @@ def save_qwen3_vl(tmp_path: Path) -> SaveModel:
     """Qwen3-VL with features of two inner blocks: returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, name: str = "qwen3_vl") -> tuple[Any, Path]:
-        torch.manual_seed(0)
-        config = Qwen3VLConfig(
-            text_config={
-                "vocab_size": 512,
-                "hidden_size": 64,
-                "intermediate_size": 160,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "max_position_embeddings": 512,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]},
-            },
-            vision_config={
-                "depth": 4,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "patch_size": 14,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 25,
-                "deepstack_visual_indexes": [0, 2],
-            },
-            image_token_id=IMAGE,
-            video_token_id=501,
-            vision_start_token_id=VISION_START,
-            vision_end_token_id=VISION_END,
-            tie_word_embeddings=tied,
-        )
-        model = _randomise(Qwen3VLForConditionalGeneration(config))
-        directory = tmp_path / name
-        model.save_pretrained(directory)
-        ImageSpec().save(directory)
-        (directory / "chat_template.jinja").write_text("{{ messages }}")
-        return model, directory
+        config = Qwen3VLConfig(**_qwen3_vl_settings(tied))
+        return _save_qwen3_vl(Qwen3VLForConditionalGeneration, config, tmp_path / name)
 
     return build
+
+
+@pytest.fixture
+def save_qwen3_vl_moe(tmp_path: Path) -> SaveModel:
+    """Qwen3-VL-MoE of four experts, two a token: returns (transformers model, its directory)."""
+
+    def build(*, tied: bool = False, name: str = "qwen3_vl_moe") -> tuple[Any, Path]:
+        settings = _qwen3_vl_settings(tied)
+        settings["text_config"] |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        return _save_qwen3_vl(Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig(**settings), tmp_path / name)
+
+    return build
+
+
+def _qwen3_vl_settings(tied: bool) -> dict[str, Any]:
+    return dict(
+        text_config={
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]},
+        },
+        vision_config={
+            "depth": 4,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 14,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        image_token_id=IMAGE,
+        video_token_id=501,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=tied,
+    )
+
+
+def _save_qwen3_vl(model_class: Any, config: Any, directory: Path) -> tuple[Any, Path]:
+    torch.manual_seed(0)
+    model = _randomise(model_class(config))
+    model.save_pretrained(directory)
+    ImageSpec().save(directory)
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return model, directory
 
 
 @pytest.fixture

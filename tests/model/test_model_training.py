@@ -115,11 +115,14 @@ def test_frozen_vision_is_not_updated(save_vl: Any, vl_rows: Any, pack: Pack) ->
         assert torch.equal(tensor, before[name]) is name.startswith("model.visual."), name
 
 
-@pytest.mark.parametrize(("tied", "bf16"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("family", "tied", "bf16"),
+    [("vl", False, False), ("vl", True, False), ("vl", True, True), ("qwen3_vl_moe", False, False)],
+)
 def test_resume_is_bit_identical(
-    save_vl: Any, vl_rows: Any, pack: Pack, tmp_path: Path, tied: bool, bf16: bool
+    request: pytest.FixtureRequest, vl_rows: Any, pack: Pack, tmp_path: Path, family: str, tied: bool, bf16: bool
 ) -> None:
-    _, directory = save_vl(tied=tied)
+    _, directory = request.getfixturevalue(f"save_{family}")(tied=tied)
     trainer, batch = _trainer(directory, bf16=bf16), pack(vl_rows)
     for _ in range(3):
         _step(trainer, batch)

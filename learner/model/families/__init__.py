@@ -12,10 +12,11 @@ from vagen.learner.model.families.qwen2 import QWEN2
 from vagen.learner.model.families.qwen2_5_vl import QWEN2_5_VL
 from vagen.learner.model.families.qwen3 import QWEN3
 from vagen.learner.model.families.qwen3_vl import QWEN3_VL
+from vagen.learner.model.families.qwen3_vl_moe import QWEN3_VL_MOE
 
 __all__ = ["Layout", "ModelFamily", "WeightRule", "family_of"]
 
-_FAMILIES = {family.model_type: family for family in (INTERNVL, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL)}
+_FAMILIES = {family.model_type: family for family in (INTERNVL, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL, QWEN3_VL_MOE)}
 
 
 def family_of(model_type: str) -> ModelFamily:

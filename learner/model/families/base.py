@@ -11,11 +11,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vagen.common.errors import ConfigError
 
-__all__ = ["Layout", "ModelFamily", "WeightRule", "decoder_rules", "refuse_unsupported", "rotary_base"]
+__all__ = [
+    "Layout",
+    "ModelFamily",
+    "WeightRule",
+    "decoder_rules",
+    "gated_mlp_rules",
+    "refuse_unsupported",
+    "rotary_base",
+]
 
 
 class Layout(Enum):
@@ -26,16 +34,23 @@ class Layout(Enum):
     """q, k, v rows interleaved by key/value group: the group's query heads, its key head, its value head."""
     GATE_UP = "gate_up"
     """gate rows, then up rows; each half is sharded by itself."""
+    FUSED_GATE_UP = "fused_gate_up"
+    """The same where HF has both in one tensor."""
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One megatron tensor, the HF tensors that make it up, and the dimension split over tensor-parallel ranks."""
+    """One megatron tensor, the HF tensors that make it up, and the dimension split over tensor-parallel ranks.
+
+    `expert` is the place along dimension 0 of an HF tensor that stacks all experts; the rules of one such tensor follow
+    each other in order.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout = Layout.COPY
     tp_dim: int | None = None
+    expert: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +63,8 @@ class ModelFamily:
     M-RoPE split of half a head (a text model gets one too, as three equal axes are plain RoPE), and `interleaved_mrope`
     how the axes lie in it (see `vagen.common.vision.mrope_axes`). `vision` makes the vision module, from the top-level
     config; `num_deepstack` counts, from the top-level config, the decoder layers that add features of its inner blocks.
-    `rules` lists the decoder's tensors layer by layer, from (HF text config, tied head).
+    `rules` lists the decoder's tensors layer by layer, from (HF text config, tied head). `from_disk` makes an HF tensor
+    of one on disk, from (HF text config, HF name, tensor), where files on the hub hold another layout.
     """
 
     model_type: str
@@ -62,6 +78,7 @@ class ModelFamily:
     interleaved_mrope: bool = False
     num_deepstack: Callable[[Any], int] = lambda config: 0
     rules: Callable[[Any, bool], list[WeightRule]]
+    from_disk: Callable[[Any, str, Tensor], Tensor] = lambda text_config, name, tensor: tensor
 
     def engine_name(self, name: str) -> str:
         """Engine name of an HF state-dict name: `visual.*`, `model.*` or `lm_head.weight`, as SGLang's."""
@@ -93,24 +110,37 @@ class ModelFamily:
         return name
 
 
+def gated_mlp_rules(hf: str, megatron: str) -> list[WeightRule]:
+    """Rules of a gated MLP without bias, from the prefixes of its layer."""
+    gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
+    return [
+        WeightRule(f"{megatron}mlp.linear_fc1.weight", gate_up, Layout.GATE_UP, tp_dim=0),
+        WeightRule(f"{megatron}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), tp_dim=1),
+    ]
+
+
 def decoder_rules(
-    text_config: Any, *, prefix: str, tied: bool, qkv_bias: bool = False, qk_norm: bool = False
+    text_config: Any,
+    *,
+    prefix: str,
+    tied: bool,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    mlp_rules: Callable[[str, str], list[WeightRule]] = gated_mlp_rules,
 ) -> list[WeightRule]:
-    """Rules of a Llama-like decoder: RMSNorm, gated MLP without bias, grouped-query attention."""
+    """Rules of a Llama-like decoder: RMSNorm, grouped-query attention, and by default a gated MLP without bias."""
     rules = [WeightRule("embedding.word_embeddings.weight", (f"{prefix}embed_tokens.weight",), tp_dim=0)]
     for i in range(text_config.num_hidden_layers):
         hf, megatron = f"{prefix}layers.{i}.", f"decoder.layers.{i}."
-        attention, mlp = f"{megatron}self_attention.", f"{megatron}mlp."
+        attention = f"{megatron}self_attention."
         for kind in ("weight", "bias") if qkv_bias else ("weight",):
             names = (f"{hf}self_attn.q_proj.{kind}", f"{hf}self_attn.k_proj.{kind}", f"{hf}self_attn.v_proj.{kind}")
             rules.append(WeightRule(f"{attention}linear_qkv.{kind}", names, Layout.QKV, tp_dim=0))
         rules.append(WeightRule(f"{attention}linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), tp_dim=1))
         if qk_norm:
             rules += [WeightRule(f"{attention}{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",)) for x in "qk"]
-        gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
+        rules += mlp_rules(hf, megatron)
         rules += [
-            WeightRule(f"{mlp}linear_fc1.weight", gate_up, Layout.GATE_UP, tp_dim=0),
-            WeightRule(f"{mlp}linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), tp_dim=1),
             WeightRule(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",)),
             WeightRule(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",)),
         ]
