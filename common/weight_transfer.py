@@ -28,6 +28,7 @@ __all__ = [
     "dtype_name",
     "flatten_bucket",
     "join_group",
+    "joined_bytes",
     "leave_group",
     "split_bucket",
     "tensor_checksum",
@@ -88,6 +89,26 @@ def flatten_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     import torch
 
     return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+def joined_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """What `flatten_bucket` would make, as a view: where the tensors lie without gaps in one piece of memory.
+
+    uint8 [sum of bytes], or None.
+    """
+    import torch
+
+    first = tensors[0]
+    storage = first.untyped_storage()
+    end = first.data_ptr()
+    for tensor in tensors:
+        is_next = tensor.data_ptr() == end and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        if not is_next or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+    start = first.data_ptr() - storage.data_ptr()
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return flat.set_(storage, start, (end - first.data_ptr(),))  # type: ignore[call-overload, no-any-return]
 
 
 def split_bucket(

@@ -34,6 +34,7 @@ from vagen.common.weight_transfer import (
     combined_checksum,
     dtype_name,
     flatten_bucket,
+    joined_bytes,
     tensor_checksum,
 )
 from vagen.learner.config import BroadcastConfig
@@ -63,6 +64,8 @@ class PublishReport:
     seconds: float
     stall_s: float
     """Longest time that an engine of `ok` was paused."""
+    transfer_s: float
+    """Longest time from the first announcement to an engine of `ok` until it had the last bucket."""
 
 
 def checksum(tensors: Sequence[tuple[str, Tensor]]) -> str:
@@ -120,52 +123,58 @@ class Broadcaster:
         self, tensors: Sequence[tuple[str, Tensor]], version: str, engines: Sequence[str]
     ) -> PublishReport:
         start = time.monotonic()
-        # Two blocking waits an engine, one hash. Not joined here: a thread that waits for a hung engine ends at the
-        # time-out of its group, and must not hold up the others.
-        threads = ThreadPoolExecutor(2 * len(engines) + 1, thread_name_prefix="broadcast")
+        # Two blocking waits and a bucket to prepare for each engine, one hash. Not joined here: a thread that waits for
+        # a hung engine ends at the time-out of its group, and must not hold up the others.
+        threads = ThreadPoolExecutor(3 * len(engines) + 1, thread_name_prefix="broadcast")
         try:
-            hashing = threads.submit(lambda: {name: tensor_checksum(tensor) for name, tensor in tensors})
-            delivery = _Delivery(
-                version=version,
-                buckets=_Buckets(tensors, self._config.bucket_bytes, num_consumers=len(engines)),
-                checksums=asyncio.wrap_future(hashing),
-                threads=threads,
-            )
+            buckets = _Buckets(tensors, self._config.bucket_bytes, num_consumers=len(engines))
+            delivery = _Delivery(version, buckets, threads)
             async with open_session() as session:
                 controls = [self._control(session, url) for url in engines]
                 visits = [_Visit(control, delivery, self._links, self._config) for control in controls]
                 failures = await asyncio.gather(*(visit.run() for visit in visits))
             by_url = dict(zip(engines, failures, strict=True))
+            served = [visit for visit, failure in zip(visits, failures, strict=True) if failure is None]
             return PublishReport(
                 version=version,
                 ok=tuple(url for url, failure in by_url.items() if failure is None),
                 failed={url: failure for url, failure in by_url.items() if failure is not None},
-                checksum=combined_checksum(await delivery.checksums),
+                checksum=combined_checksum(await delivery.checksums()),
                 seconds=time.monotonic() - start,
-                stall_s=max(
-                    (v.stall_s for v, failure in zip(visits, failures, strict=True) if not failure), default=0.0
-                ),
+                stall_s=max((visit.stall_s for visit in served), default=0.0),
+                transfer_s=max((visit.transfer_s for visit in served), default=0.0),
             )
         finally:
             threads.shutdown(wait=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Delivery:
     """What all visits of one publish share."""
 
-    version: str
-    buckets: _Buckets
-    checksums: asyncio.Future[dict[str, str]]
-    """By engine name."""
-    threads: ThreadPoolExecutor
+    def __init__(self, version: str, buckets: _Buckets, threads: ThreadPoolExecutor) -> None:
+        self.version = version
+        self.buckets = buckets
+        self.threads = threads
+        self._checksums: asyncio.Future[dict[str, str]] | None = None
+
+    def checksums(self) -> asyncio.Future[dict[str, str]]:
+        """Of the tensors, by engine name. The first call begins to compute them.
+
+        Nobody calls before an engine has received everything: hashing would take processor and memory from the
+        transfer, while the engine's own hash, which is waited for as well, runs at the same time.
+        """
+        if self._checksums is None:
+            tensors = self.buckets.tensors
+            hashing = self.threads.submit(lambda: {name: tensor_checksum(tensor) for name, tensor in tensors})
+            self._checksums = asyncio.wrap_future(hashing)
+        return self._checksums
 
 
 class _Visit:
     """One publish to one engine."""
 
     def __init__(self, engine: EngineControl, delivery: _Delivery, links: EngineLinks, config: BroadcastConfig) -> None:
-        self.stall_s = 0.0
+        self.stall_s = self.transfer_s = 0.0
         self._engine = engine
         self._delivery = delivery
         self._links = links
@@ -213,6 +222,7 @@ class _Visit:
         self._stage = "begin"
         await self._begin()
         self._has_begun = True
+        began = time.monotonic()
         for index in range(len(buckets)):
             self._stage = f"bucket {index + 1} of {len(buckets)}"
             is_last = index == len(buckets) - 1
@@ -230,7 +240,9 @@ class _Visit:
             )
             buckets.release(index)
             self._buckets_done = index + 1
+        self.transfer_s = time.monotonic() - began
         self._stage = "end"
+        self._delivery.checksums()
         await engine.post("/end_weight_update")
 
     async def _begin(self) -> None:
@@ -243,8 +255,11 @@ class _Visit:
             await self._engine.post("/begin_weight_update")
 
     def _sending(self, link: Link, index: int) -> Callable[[], None]:
+        buckets, threads = self._delivery.buckets, self._delivery.threads
+
         def send() -> None:
-            flat = self._delivery.buckets.get(index)
+            flat = buckets.get(index)
+            threads.submit(buckets.prepare, index + 1)
             broadcast(link.group, flat if link.backend == "nccl" else flat.cpu())
 
         return send
@@ -270,7 +285,7 @@ class _Visit:
     async def _verify(self) -> None:
         """Raise BroadcastError unless the engine has exactly these weights under this version."""
         self._stage = "checksum"
-        ours = await asyncio.shield(self._delivery.checksums)
+        ours = await asyncio.shield(self._delivery.checksums())
         version = (await self._engine.get("/model_info")).get("weight_version")
         if version != self._delivery.version:
             raise BroadcastError(f"the engine reports version {version} instead of {self._delivery.version}")
@@ -281,12 +296,15 @@ class _Visit:
 
 
 class _Buckets:
-    """The tensors in flattened buckets, made when the first engine wants one and freed after the last has had it."""
+    """The tensors in flattened buckets, made when the first engine wants one and freed after the last has had it.
+
+    Tensors that lie one after the other in memory, as those of a snapshot, are a bucket already.
+    """
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int, num_consumers: int) -> None:
         self.tensors = tensors
         self._members = _partition(tensors, bucket_bytes)
-        self._lock = threading.Lock()
+        self._locks = [threading.Lock() for _ in self._members]
         self._flat: dict[int, Tensor] = {}
         self._left = [num_consumers] * len(self._members)
 
@@ -309,14 +327,21 @@ class _Buckets:
 
     def get(self, index: int) -> Tensor:
         """uint8 [bytes of the bucket]; any thread."""
-        with self._lock:
+        with self._locks[index]:
             if index not in self._flat:
-                self._flat[index] = flatten_bucket([tensor for _, tensor in self._members[index]])
+                members = [tensor for _, tensor in self._members[index]]
+                joined = joined_bytes(members)
+                self._flat[index] = flatten_bucket(members) if joined is None else joined
             return self._flat[index]
+
+    def prepare(self, index: int) -> None:
+        """Make a bucket, if there is one of that number, while the one before it is on the wire; any thread."""
+        if index < len(self) and self._left[index] > 0:
+            self.get(index)
 
     def release(self, index: int) -> None:
         """One engine needs this bucket no more."""
-        with self._lock:
+        with self._locks[index]:
             self._left[index] -= 1
             if self._left[index] == 0:
                 self._flat.pop(index, None)

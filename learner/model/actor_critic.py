@@ -241,6 +241,13 @@ class VisionLanguageActorCritic(MegatronModule):
             state["lm_head.weight"] = state[f"{self.family.text_prefix}embed_tokens.weight"]
         return state
 
+    def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `engine_named_tensors`, one after the other and not copied: they change with the next optimizer step.
+
+        Collective over tensor-parallel ranks, each of which must iterate to the end.
+        """
+        return ((self.family.engine_name(name), tensor.detach()) for name, tensor in self._named_tensors())
+
     def engine_named_tensors(self, *, include_tied_head: bool = False) -> list[tuple[str, Tensor]]:
         """Contiguous copies for a broadcast under the engines' names, in a fixed order: `visual.*`, `model.*`, then
         `lm_head.weight`.

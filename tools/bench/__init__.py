@@ -29,6 +29,7 @@ _MODULES = (
     "vagen.tools.bench.ablation",
     "vagen.tools.bench.advantages",
     "vagen.tools.bench.archive",
+    "vagen.tools.bench.broadcast",
     "vagen.tools.bench.buffer",
     "vagen.tools.bench.engine",
     "vagen.tools.bench.learner",

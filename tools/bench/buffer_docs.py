@@ -1,4 +1,4 @@
-"""Writes what `vagen bench buffer` measured into a document, between its markers."""
+"""Writes what a benchmark measured into a document, between its markers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _GOALS = {"memory_vs_best_peer": ">= 1", "durable_vs_fsync_limit": ">= 0.8", "cl
 
 def update_buffer(path: Path, report: Report) -> None:
     """Replace the part `buffer` of the document. Raises `ConfigError` where it has none."""
-    path.write_text(replace_parts(path, {"buffer": table(report.figures, report.notes)}))
+    update_part(path, "buffer", report, _GOALS)
+
+
+def update_part(path: Path, part: str, report: Report, goals: Mapping[str, str]) -> None:
+    """Replace a part of the document; `goals` are by figure. Raises `ConfigError` where it has no such part."""
+    path.write_text(replace_parts(path, {part: table(report.figures, report.notes, goals)}))
 
 
 def table(figures: Mapping[str, Figure], notes: tuple[str, ...], goals: Mapping[str, str] = _GOALS) -> str:
