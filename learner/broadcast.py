@@ -129,6 +129,8 @@ class Broadcaster:
         try:
             buckets = _Buckets(tensors, self._config.bucket_bytes, num_consumers=len(engines))
             delivery = _Delivery(version, buckets, threads)
+            # While the engines are asked to pause.
+            threads.submit(buckets.prepare, 0)
             async with open_session() as session:
                 controls = [self._control(session, url) for url in engines]
                 visits = [_Visit(control, delivery, self._links, self._config) for control in controls]
@@ -226,7 +228,8 @@ class _Visit:
         for index in range(len(buckets)):
             self._stage = f"bucket {index + 1} of {len(buckets)}"
             is_last = index == len(buckets) - 1
-            announcement = buckets.describe(index) | {
+            announcement = {
+                **buckets.describe(index),
                 "group_name": link.name,
                 "load_format": "flattened_bucket",
                 # Before the last bucket the engine's weights are of no version.
@@ -285,11 +288,11 @@ class _Visit:
     async def _verify(self) -> None:
         """Raise BroadcastError unless the engine has exactly these weights under this version."""
         self._stage = "checksum"
-        ours = await asyncio.shield(self._delivery.checksums())
         version = (await self._engine.get("/model_info")).get("weight_version")
         if version != self._delivery.version:
             raise BroadcastError(f"the engine reports version {version} instead of {self._delivery.version}")
         answer = await self._engine.post("/weights_checker", {"action": "checksum"})
+        ours = await asyncio.shield(self._delivery.checksums())
         if can_compare(self._info):
             tensors = self._delivery.buckets.tensors
             await asyncio.wrap_future(self._delivery.threads.submit(require_equal, self._info, answer, tensors, ours))
@@ -304,6 +307,7 @@ class _Buckets:
     def __init__(self, tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int, num_consumers: int) -> None:
         self.tensors = tensors
         self._members = _partition(tensors, bucket_bytes)
+        self._announcements = [_announcement(members) for members in self._members]
         self._locks = [threading.Lock() for _ in self._members]
         self._flat: dict[int, Tensor] = {}
         self._left = [num_consumers] * len(self._members)
@@ -316,14 +320,9 @@ class _Buckets:
         """Whether the tensors are on a GPU."""
         return self._members[0][0][1].is_cuda
 
-    def describe(self, index: int) -> dict[str, Any]:
+    def describe(self, index: int) -> Mapping[str, Any]:
         """Names, dtypes and shapes of a bucket, as an engine wants them announced."""
-        members = self._members[index]
-        return {
-            "names": [name for name, _ in members],
-            "dtypes": [dtype_name(tensor.dtype) for _, tensor in members],
-            "shapes": [list(tensor.shape) for _, tensor in members],
-        }
+        return self._announcements[index]
 
     def get(self, index: int) -> Tensor:
         """uint8 [bytes of the bucket]; any thread."""
@@ -363,6 +362,14 @@ def _partition(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> list
         buckets[-1].append((name, tensor))
         room -= tensor.nbytes
     return buckets
+
+
+def _announcement(members: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    return {
+        "names": [name for name, _ in members],
+        "dtypes": [dtype_name(tensor.dtype) for _, tensor in members],
+        "shapes": [list(tensor.shape) for _, tensor in members],
+    }
 
 
 def _check_names(names: Sequence[str]) -> None:

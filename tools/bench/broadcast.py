@@ -51,7 +51,7 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 class BroadcastOptions(Section, frozen=True, kw_only=True):
     """Options of `vagen bench broadcast`."""
 
-    rounds: PositiveInt = 7
+    rounds: PositiveInt = 11
     """Counted; one more before them is not."""
     megabytes: str = "100,1000"
     """Sizes of the model, float32, separated by commas."""
