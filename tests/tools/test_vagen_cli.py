@@ -87,10 +87,7 @@ def test_bench_lists_and_measures(make_run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["bench", "nothing"],
-            "bench nothing: unknown; known are ablation, advantages, archive, buffer, engine, pipeline, staleness",
-        ),
+        (["bench", "nothing"], "bench nothing: unknown; known are ablation, advantages, archive, broadcast, buffer, "),
         (["bench", "pipeline", "--option", "x"], "error: --option x: expected key=value"),
         (["bench", "pipeline", "--option", "x=1"], "error: --option x: unknown; known are"),
         (["config", "check", "no-such-recipe"], "error: no-such-recipe: no such file, and no recipe of that name"),
