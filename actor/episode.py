@@ -152,26 +152,26 @@ class _Episode:
 
     async def _run(self) -> EpisodeResult:
         (observation, info), _ = await self._timed(self._env.reset(self._task.seed), "reset")
-        message = await observation_message(observation)
+        message, state = await observation_message(observation), observation.state
         self._harness.start(self._env.system_prompt(), message)
         while True:
             prompt = self._renderer.render(self._harness.prompt())
             if self._is_over(prompt):
-                return self._finish(End.TRUNCATED, prompt, message, info)
+                return self._finish(End.TRUNCATED, prompt, message, info, state)
             generation = await self._respond(prompt)
-            self._recorder.add_response(prompt, generation)
+            self._recorder.add_response(prompt, generation, state)
             text = self._renderer.decode(generation.token_ids)
             step, env_s = await self._timed(self._env.step(text), "step")
             self._recorder.add_outcome(step.parsed, step.reward, step.info.metrics, env_s)
             self._turns.append(_transcribe(message, text, step))
             info = step.info
-            message = await observation_message(step.observation)
+            message, state = await observation_message(step.observation), step.observation.state
             if step.terminated:
                 return self._finish(End.TERMINATED, None, message, info)
             self._harness.add_turn(Response(tuple(generation.token_ids)), message)
             if step.truncated:
                 prompt = self._renderer.render(self._harness.prompt())
-                return self._finish(End.TRUNCATED, prompt, message, info)
+                return self._finish(End.TRUNCATED, prompt, message, info, state)
 
     def _is_over(self, prompt: Prompt) -> bool:
         """Whether a limit of ours ends the episode before this prompt is answered."""
@@ -218,7 +218,7 @@ class _Episode:
         self._env_s += elapsed
         return result, elapsed
 
-    def _finish(self, end: End, prompt: Prompt | None, closing: Message, info: Info) -> EpisodeResult:
+    def _finish(self, end: End, prompt: Prompt | None, closing: Message, info: Info, state: str = "") -> EpisodeResult:
         task = self._task
         assert self._engine is not None, "an episode has at least one turn"
         trajectory = Trajectory(
@@ -243,7 +243,7 @@ class _Episode:
             turns=self._recorder.turns(),
             rewards=self._recorder.rewards(),
             end=end,
-            bootstrap=self._recorder.bootstrap(prompt) if prompt is not None else None,
+            bootstrap=self._recorder.bootstrap(prompt, state) if prompt is not None else None,
             success=info.success,
             metrics=dict(info.metrics),
             images=self._recorder.images(prompt),

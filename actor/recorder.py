@@ -84,16 +84,18 @@ class Recorder:
         self._turns: list[Turn] = []
         self._rewards: list[RewardEntry] = []
         self._span = (0, 0)
+        self._state = ""
         self._generation: Generation | None = None
 
-    def add_response(self, prompt: Prompt, generation: Generation) -> None:
-        """Record what was sampled, and from what."""
+    def add_response(self, prompt: Prompt, generation: Generation, state: str = "") -> None:
+        """Record what was sampled, from what, and what the environment said of its state then."""
         if not self._rows or not self._rows[-1].is_continued_by(prompt):
             self._rows.append(_OpenRow())
         row = self._rows[-1]
         row.add_context(prompt, self._renderer)
         self._span = row.add_response(generation, len(self._turns))
         self._generation = generation
+        self._state = state
 
     def add_outcome(
         self, parsed: ParsedResponse, reward: Mapping[str, float], metrics: Mapping[str, float], env_s: float
@@ -120,6 +122,7 @@ class Recorder:
                 engine_s=generation.engine_s,
                 env_s=env_s,
                 metrics=dict(metrics),
+                state=self._state,
             )
         )
         self._rewards += [
@@ -153,10 +156,10 @@ class Recorder:
         """All reward entries."""
         return tuple(self._rewards)
 
-    def bootstrap(self, prompt: Prompt) -> BootstrapPrompt:
-        """The prompt that would have come next."""
+    def bootstrap(self, prompt: Prompt, state: str = "") -> BootstrapPrompt:
+        """The prompt that would have come next, in that state."""
         expanded, refs = self._renderer.expand(prompt.token_ids, prompt.pictures)
-        return BootstrapPrompt(token_ids=np.asarray(expanded, dtype=np.int32), images=tuple(refs))
+        return BootstrapPrompt(token_ids=np.asarray(expanded, dtype=np.int32), images=tuple(refs), state=state)
 
     def images(self, prompt: Prompt | None) -> dict[str, bytes]:
         """Encoded bytes of every image of the rows, and of the bootstrap `prompt` if there is one."""

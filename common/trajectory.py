@@ -83,6 +83,9 @@ class Turn(Record, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     judge: dict[str, str] = {}
     """Text and verdict of a judge, empty when none was asked."""
+    state: str = ""
+    """What the environment says of its state before the response: for a privileged critic, never shown to the policy.
+    Empty where it says nothing."""
 
 
 class RewardEntry(Record, frozen=True, kw_only=True):
@@ -101,6 +104,8 @@ class BootstrapPrompt(Record, frozen=True, kw_only=True):
     token_ids: np.ndarray
     """int32 `[T]`, image placeholders expanded."""
     images: tuple[ImageRef, ...] = ()
+    state: str = ""
+    """As a turn's."""
 
 
 class SamplingParams(Record, frozen=True, kw_only=True):

@@ -29,6 +29,8 @@ MAX_NAME_LENGTH = 256
 MAX_ITEMS = 1 << 12
 """Entries of any one list or map of a trajectory."""
 MAX_FORBIDDEN_TOKENS = 1024
+MAX_STATE_LENGTH = 1 << 14
+"""Characters."""
 MAX_TURN_INDEX = (1 << 15) - 1
 MAX_MERGE_SIZE = 64
 _HASH = re.compile("[0-9a-f]{32}")
@@ -216,6 +218,7 @@ def _check_turns(t: Trajectory) -> None:
         _require(0 <= turn.index <= MAX_TURN_INDEX, f"{path}.index", f"expected int16 >= 0, got {turn.index}")
         _require(turn.index == t.turns[0].index + position, f"{path}.index", f"not consecutive: {turn.index}")
         _require(0 <= turn.row < len(t.rows), f"{path}.row", f"{turn.row} of {len(t.rows)} rows")
+        _check_state(turn.state, f"{path}.state")
         inside = 0 <= turn.start < turn.end <= len(claimed[turn.row])
         _require(inside, f"{path}.start", f"[{turn.start}, {turn.end}) is empty or outside the row")
         claimed[turn.row][turn.start : turn.end] = turn.index
@@ -225,6 +228,10 @@ def _check_turns(t: Trajectory) -> None:
     agree = all(np.array_equal(claim, row.turn_index) for claim, row in zip(claimed, t.rows, strict=True))
     if not agree or num_claimed != t.num_policy_tokens:
         _explain_turns(t)
+
+
+def _check_state(state: str, path: str) -> None:
+    _require(len(state) <= MAX_STATE_LENGTH, path, f"expected at most {MAX_STATE_LENGTH} characters, got {len(state)}")
 
 
 def _explain_turns(t: Trajectory) -> None:
@@ -263,6 +270,7 @@ def _check_end(t: Trajectory) -> None:
         return
     _require(t.bootstrap is not None, "bootstrap", f"required when the episode was {t.end.value}")
     assert isinstance(t.bootstrap, BootstrapPrompt)
+    _check_state(t.bootstrap.state, "bootstrap.state")
     ids = t.bootstrap.token_ids
     _require(
         ids.dtype == np.int32 and ids.ndim == 1 and len(ids) > 0, "bootstrap.token_ids", "expected int32 [T], T > 0"

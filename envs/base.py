@@ -23,13 +23,15 @@ IMAGE_PLACEHOLDER = "<image>"
 class Observation:
     """Text with ordered pictures; the i-th `<image>` of the text stands for `images[i]`.
 
-    Pictures may be shared between observations: treat them as immutable.
+    Pictures may be shared between observations: treat them as immutable. `state` is what the environment says of its
+    state beyond that, for a privileged critic; the policy never sees it.
 
     Raises `ObservationError` when the number of placeholders is not the number of pictures.
     """
 
     text: str
     images: tuple[Image.Image, ...] = ()
+    state: str = ""
 
     def __post_init__(self) -> None:
         num_placeholders = self.text.count(IMAGE_PLACEHOLDER)

@@ -15,14 +15,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vagen.common.errors import ConfigError, ObservationError, TrajectoryError
+from vagen.common.errors import ConfigError, TrajectoryError
 from vagen.common.towers import AnyImageSpec, image_spec
 from vagen.common.trajectory import ImageRef, Row, Trajectory, VisionTokens
 from vagen.common.vision import Grid
 from vagen.common.vocabulary import read_model_json, vision_tokens
-from vagen.learner.model.batch import ImageBatch, PackedBatch
+from vagen.learner.images import ImageStore
+from vagen.learner.model.batch import PackedBatch
+from vagen.learner.privileged import StateText
 
-__all__ = ["ImageStore", "PreparedRow", "RowPreparer", "TrainingBatch", "pack_rows", "partition", "prepare_batch"]
+__all__ = ["PreparedRow", "RowPreparer", "TrainingBatch", "pack_rows", "partition", "prepare_batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,20 @@ class TrainingBatch:
     temperature: float
     weights: torch.Tensor | None = None
     """float32 [B]: what each trajectory counts in the loss beside its share; None where all count 1."""
+    privileged_rows: list[PreparedRow] | None = None
+    privileged_bootstrap_rows: list[PreparedRow] | None = None
+    """The same rows as a privileged critic reads them: see `privileged.StateText`."""
     trajectories: list[Trajectory]
+
+    @property
+    def valued_rows(self) -> list[PreparedRow]:
+        """What the critic reads, row by row."""
+        return self.rows if self.privileged_rows is None else self.privileged_rows
+
+    @property
+    def valued_bootstrap_rows(self) -> list[PreparedRow]:
+        """What the critic reads of the bootstrap prompts."""
+        return self.bootstrap_rows if self.privileged_bootstrap_rows is None else self.privileged_bootstrap_rows
 
     @property
     def num_policy_tokens(self) -> int:
@@ -89,56 +104,33 @@ class TrainingBatch:
         return sum(map(len, self.rows)) - self.num_policy_tokens
 
 
-class ImageStore:
-    """Images of a batch, preprocessed once each by content hash; a text model, whose `spec` is None, has none."""
-
-    def __init__(self, spec: AnyImageSpec | None) -> None:
-        self._spec = spec
-        self._images: dict[str, tuple[torch.Tensor, Grid]] = {}
-
-    def add(self, name: str, encoded: bytes) -> Grid:
-        """Preprocess an image unless it is known; returns its grid. Raises `ObservationError` for bytes that are
-        none, and for a text model.
-        """
-        if self._spec is None:
-            raise ObservationError("an image for a model without vision")
-        if name not in self._images:
-            self._images[name] = self._spec.preprocess(encoded)
-        return self._images[name][1]
-
-    def batch(self, names: Sequence[str]) -> ImageBatch | None:
-        """The images that stand at consecutive placeholder runs, each encoded once; None for none."""
-        if not names:
-            return None
-        distinct = list(dict.fromkeys(names))
-        place = {name: index for index, name in enumerate(distinct)}
-        return ImageBatch(
-            patches=torch.cat([self._images[name][0] for name in distinct]),
-            grids=torch.tensor([self._images[name][1] for name in distinct]),
-            index=torch.tensor([place[name] for name in names]),
-        )
-
-
 class RowPreparer:
     """Makes `PreparedRow`s for one model: knows its image geometry and its vocabulary.
 
-    `spec` and `vision` are None for a text model.
+    `spec` and `vision` are None for a text model, `states` without a privileged critic.
     """
 
-    def __init__(self, spec: AnyImageSpec | None, vision: VisionTokens | None, vocab_size: int) -> None:
+    def __init__(
+        self, spec: AnyImageSpec | None, vision: VisionTokens | None, vocab_size: int, states: StateText | None = None
+    ) -> None:
         self.vision = vision
+        self.states = states
         self._spec = spec
         self._vocab_size = vocab_size
 
     @classmethod
-    def load(cls, model_dir: Path) -> RowPreparer:
-        """Read what a model directory says. Raises `ConfigError` for a file that is missing or malformed."""
+    def load(cls, model_dir: Path, *, privileged: bool = False) -> RowPreparer:
+        """Read what a model directory says; `privileged` is for a critic that reads the state's text.
+
+        Raises `ConfigError` for a file that is missing or malformed.
+        """
         vision = vision_tokens(model_dir)
         config = read_model_json(model_dir / "config.json")
         vocab_size = (config.get("text_config") or config).get("vocab_size")
         if not isinstance(vocab_size, int):
             raise ConfigError(f"{model_dir / 'config.json'}: vocab_size must be an int, got {vocab_size!r}")
-        return cls(image_spec(model_dir) if vision else None, vision, vocab_size)
+        states = StateText.load(model_dir, vision) if privileged else None
+        return cls(image_spec(model_dir) if vision else None, vision, vocab_size, states)
 
     @property
     def forbidden_token_ids(self) -> torch.Tensor:
@@ -222,18 +214,26 @@ def prepare_batch(
     store = preparer.new_store()
     rows: list[PreparedRow] = []
     bootstrap_rows: list[PreparedRow] = []
+    states = preparer.states
+    privileged: tuple[list[PreparedRow], list[PreparedRow]] = ([], [])
     logprobs, rewards, turn_ids, segment_ids, versions = [], [], [], [], []
     first_slot = first_turn = 0
     for segment, trajectory in enumerate(trajectories):
         order = _TokenOrder(trajectory)
-        for row, slots in zip(trajectory.rows, order.slots, strict=True):
+        for number, (row, slots) in enumerate(zip(trajectory.rows, order.slots, strict=True)):
             if len(slots):
                 rows.append(preparer.policy_row(row, slots + first_slot, trajectory.images, store))
+            if len(slots) and states is not None:
+                told = states.row(row, [turn for turn in trajectory.turns if turn.row == number])
+                privileged[0].append(preparer.policy_row(told, slots + first_slot, trajectory.images, store))
         if trajectory.bootstrap is not None:
             prompt = trajectory.bootstrap
             bootstrap_rows.append(
                 preparer.bootstrap_row(prompt.token_ids, prompt.images, segment, trajectory.images, store)
             )
+            if states is not None:
+                ids = states.prompt(prompt)
+                privileged[1].append(preparer.bootstrap_row(ids, prompt.images, segment, trajectory.images, store))
         logprobs.append(order.gather([row.behaviour_logprobs for row in trajectory.rows]))
         versions.append(order.gather([row.policy_versions for row in trajectory.rows]))
         turns = order.gather([row.turn_index for row in trajectory.rows]).astype(np.int64)
@@ -259,6 +259,8 @@ def prepare_batch(
         temperature=temperatures.pop(),
         weights=None if weights is None else torch.tensor(list(weights), dtype=torch.float32),
         trajectories=list(trajectories),
+        privileged_rows=None if states is None else privileged[0],
+        privileged_bootstrap_rows=None if states is None else privileged[1],
     )
 
 
@@ -318,13 +320,27 @@ def pack_rows(rows: Sequence[PreparedRow], max_tokens: int) -> list[list[int]]:
     return bins
 
 
-def microbatches(
-    rows: Sequence[PreparedRow], images: ImageStore, max_tokens: int
-) -> Iterator[tuple[PackedBatch, torch.Tensor]]:
-    """Packed rows and, for each, the flat slots int64 [n] of the tokens scored in it."""
-    for members in pack_rows(rows, max_tokens):
-        packed = [rows[index] for index in members]
-        yield _pack(packed, images), torch.from_numpy(np.concatenate([row.slots for row in packed]))
+@dataclass(frozen=True)
+class RowMicrobatches:
+    """Rows in packs that are made when they are asked for; with each comes the flat slots int64 [n] of its tokens."""
+
+    rows: Sequence[PreparedRow]
+    images: ImageStore
+    members: list[list[int]]
+    """Rows of each pack."""
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[tuple[PackedBatch, torch.Tensor]]:
+        for members in self.members:
+            packed = [self.rows[index] for index in members]
+            yield _pack(packed, self.images), torch.from_numpy(np.concatenate([row.slots for row in packed]))
+
+
+def microbatches(rows: Sequence[PreparedRow], images: ImageStore, max_tokens: int) -> RowMicrobatches:
+    """Rows packed as `pack_rows` says."""
+    return RowMicrobatches(rows, images, pack_rows(rows, max_tokens))
 
 
 def _pack(rows: Sequence[PreparedRow], images: ImageStore) -> PackedBatch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -17,8 +18,12 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
+Schedule: TypeAlias = Literal["linear", "cosine", "constant"]
+"""How a learning rate falls to its end over the run: evenly, along half a cosine, or not at all."""
+
+
 class OptimizerConfig(Section, frozen=True, kw_only=True):
-    """AdamW with linear warm-up over updates and linear decay over learner steps."""
+    """AdamW with linear warm-up over updates and decay over learner steps (`learner.schedule`)."""
 
     lr: PositiveFloat = 3e-4
     lr_end_fraction: Fraction = 0.1
@@ -31,10 +36,15 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     clip_grad: PositiveFloat = 1.0
     """Bound of the global gradient norm."""
 
-    def lr_at(self, progress: float, update: int) -> float:
+    def lr_at(self, progress: float, update: int, schedule: Schedule = "linear") -> float:
         """Learning rate of the `update`-th optimizer step (from 0) at `progress` in [0, 1] of the run."""
         warm = min(1.0, (update + 1) / self.warmup_updates) if self.warmup_updates else 1.0
-        return self.lr * warm * (1.0 - (1.0 - self.lr_end_fraction) * min(1.0, progress))
+        decayed = {
+            "linear": min(1.0, progress),
+            "cosine": (1.0 - math.cos(math.pi * min(1.0, progress))) / 2,
+            "constant": 0.0,
+        }[schedule]
+        return self.lr * warm * (1.0 - (1.0 - self.lr_end_fraction) * decayed)
 
 
 class BroadcastConfig(Section, frozen=True, kw_only=True):
@@ -49,6 +59,65 @@ class BroadcastConfig(Section, frozen=True, kw_only=True):
     """The engines' key for pausing and weights."""
     api_key: str | None = None
     """The engines' key for generation, used by the probe."""
+
+
+class CriticConfig(Section, frozen=True, kw_only=True):
+    """Where values come from, and how fast they are learnt."""
+
+    trunk: Literal["shared", "detached", "separate"] = "shared"
+    """`shared`: a head on the policy's trunk, whose loss trains both. `detached`: the same head, whose loss stops at
+    itself. `separate`: a model of its own, started from the same directory, with gradients, clipping and optimizer of
+    its own; twice the memory and the time."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate of the head, or of the separate model; null: the policy's. It follows `learner.schedule` and
+    is not scaled by how stale a batch is."""
+    warmup_updates: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Updates of its own linear warm-up; null: as many as the policy's."""
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Learner steps at the start of the run that train the critic alone: the policy does not move, to the bit."""
+    privileged: bool = False
+    """The critic also reads what the environment says of its state (`Observation.state`) before each response, which
+    the policy never does. Only a separate one may."""
+
+    def __post_init__(self) -> None:
+        require(
+            not self.privileged or self.trunk == "separate",
+            "learner.critic.trunk",
+            self.trunk,
+            "separate with privileged true (a shared trunk would show the policy what the critic reads)",
+        )
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the critic's parameters need a learning rate of their own."""
+        return (self.trunk, self.lr, self.warmup_updates, self.warmup_steps) != ("shared", None, None, 0)
+
+    def optimizer(self, policy: OptimizerConfig) -> OptimizerConfig:
+        """The critic's optimizer: the policy's but for what is stated here."""
+        changes = {"lr": self.lr, "warmup_updates": self.warmup_updates}
+        return msgspec.structs.replace(policy, **{name: value for name, value in changes.items() if value is not None})
+
+
+class LoRAConfig(Section, frozen=True, kw_only=True):
+    """Low-rank adapters (Hu et al. 2021) instead of all weights: they and the critic's head are what is trained.
+
+    Published and exported weights have them merged; the export's folder `adapter` has them apart, for PEFT.
+    """
+
+    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """0 trains all weights."""
+    alpha: PositiveFloat = 32.0
+    """The update is multiplied by alpha / rank."""
+    targets: tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...] = (
+        "qkv_proj",
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    )
+    """Layers of the decoder: what makes queries, keys and values, attention's output, and the MLP's two."""
+
+    def __post_init__(self) -> None:
+        require(len(self.targets) > 0, "learner.lora.targets", self.targets, "at least one layer")
 
 
 class LearnerConfig(Section, frozen=True, kw_only=True):
@@ -80,6 +149,13 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     num_threads: PositiveInt = 1
 
     optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: Schedule = "linear"
+    """Of every learning rate."""
+    critic: CriticConfig = CriticConfig()
+    lora: LoRAConfig = LoRAConfig()
+    freeze_vision: Literal["none", "tower", "projector", "all"] = "none"
+    """What of the vision module stays as it was loaded: its blocks, what projects their output into the decoder, or
+    both. With `all` the features of a picture are computed once per step and shared by its PPO epochs."""
     advantage: AdvantageConfig = AdvantageConfig()
     alarms: AlarmConfig = AlarmConfig()
     loss: LossConfig = LossConfig()

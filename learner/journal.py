@@ -197,6 +197,7 @@ def _update_fields(stats: UpdateStats) -> dict[str, Any]:
         },
         "grad_norm": stats.grad_norm,
         "lr": stats.lr,
+        **({} if stats.critic_lr is None else {"critic_lr": stats.critic_lr}),
         "clip_fraction": stats.losses["clip_share"],
         "ratio": {
             "mean": ratio.mean,

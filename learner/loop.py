@@ -208,9 +208,10 @@ class Learner:
             record = {
                 "step": step,
                 "num_updates": self.update.num_updates,
+                "num_critic_updates": self.update.num_critic_updates,
                 "probe": None if self.probe is None else self.probe.to_plain(),
             }
-            save_checkpoint(path, self.trainer.model, self.trainer, record)
+            save_checkpoint(path, self.trainer.model, self.trainer, record, self.update.beside_policy())
         if self.is_first_rank:
             self.source.done(self._trained)
             self.checkpoints.prune()

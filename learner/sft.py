@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from vagen.common.errors import ConfigError
-from vagen.learner.batching import ImageStore, PreparedRow, microbatches
+from vagen.learner.batching import PreparedRow, microbatches
 from vagen.learner.config import OptimizerConfig, SFTConfig
+from vagen.learner.images import ImageStore
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 

@@ -39,11 +39,11 @@ from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.checkpoint_io import load_checkpoint
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import ParallelTopology, parallel_session, sum_over_data_parallel
+from vagen.learner.models import load_trained
 from vagen.learner.probe import Probe
 from vagen.learner.publisher import Publisher
-from vagen.learner.sft import adam_options
 from vagen.learner.sources import BatchSource, BufferSource
-from vagen.learner.update import PolicyUpdate, load_models
+from vagen.learner.update import PolicyUpdate
 
 __all__ = ["LearnerParts", "learner_parts", "run_learner"]
 
@@ -137,7 +137,7 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
     run, config = section(recipe, "run", RunConfig), section(recipe, "learner", LearnerConfig)
     torch.set_num_threads(config.num_threads)
     folder = run_dir / "learner"
-    preparer = RowPreparer.load(model_dir)
+    preparer = RowPreparer.load(model_dir, privileged=config.critic.privileged)
     with (
         _stopped_by_signals() as stop,
         parallel_session(tensor_parallel_size=config.tensor_parallel_size, seed=run.seed + 1) as topology,
@@ -147,8 +147,9 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
         first_step, probe = 0, None
         newest = checkpoints.newest()
         if newest is not None:
-            record = load_checkpoint(newest, model, trainer)
+            record = load_checkpoint(newest, model, trainer, update.beside_policy())
             first_step, update.num_updates = record["step"], record["num_updates"]
+            update.num_critic_updates = record.get("num_critic_updates", update.num_updates)
             probe = Probe.from_plain(record["probe"]) if record["probe"] else None
             logger.info("resumed from %s", newest)
         metrics = Metrics("vagen_learner", run.name)
@@ -248,12 +249,18 @@ def _make_update(
     reduce = sum_over_data_parallel if topology.dp_size > 1 else None
     if reduce is not None and config.advantage.whiten_per == "task":
         raise ConfigError("$.learner.advantage.whiten_per: expected batch with several data-parallel ranks, got task")
-    model, reference = load_models(model_dir, config)
-    trainer = Trainer(model, adam_options(config.optimizer))
+    trained = load_trained(model_dir, config)
     update = PolicyUpdate(
-        model, trainer, config, seed=run.seed, forbidden_token_ids=forbidden, reduce=reduce, reference=reference
+        trained.policy.model,
+        trained.policy,
+        config,
+        seed=run.seed,
+        forbidden_token_ids=forbidden,
+        reduce=reduce,
+        reference=trained.reference,
+        critic=trained.critic,
     )
-    return model, trainer, update
+    return trained.policy.model, trained.policy, update
 
 
 def _announce(

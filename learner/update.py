@@ -1,4 +1,4 @@
-"""One learner step's arithmetic: score the batch, estimate advantages, run the PPO epochs. Loads the models for it.
+"""One learner step's arithmetic: score the batch, estimate advantages, run the PPO epochs.
 
 Owns the order of minibatches and the scaling that makes microbatches, minibatches and data-parallel ranks add up. Does
 not own where batches come from or where weights go.
@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from vagen.learner.advantages.batch import AdvantageInputs, AdvantageOutputs
 from vagen.learner.advantages.estimate import estimate_advantages
 from vagen.learner.batching import TrainingBatch, microbatches
 from vagen.learner.config import LearnerConfig
+from vagen.learner.critic import CriticUpdate, Rates
 from vagen.learner.losses.config import ReferenceConfig
 from vagen.learner.losses.diagnostics import (
     RatioDiagnostics,
@@ -36,10 +36,9 @@ from vagen.learner.losses.value import value_loss
 from vagen.learner.losses.weights import BehaviourWeights, behaviour_weights, loss_weights
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
-from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.optimizer import Trainer
 
-__all__ = ["PolicyUpdate", "Scores", "TokenData", "UpdateStats", "load_models", "score"]
+__all__ = ["PolicyUpdate", "Scores", "TokenData", "UpdateStats", "score"]
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -65,28 +64,14 @@ class UpdateStats:
     losses: dict[str, float]
     grad_norm: float
     lr: float
+    critic_lr: float | None
+    """None where it is `lr`."""
     num_updates: int
     skipped_updates: int
     ratio: RatioDiagnostics
     explained_variance: float
     entropy: float
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-def load_models(
-    model_dir: Path, config: LearnerConfig
-) -> tuple[VisionLanguageActorCritic, VisionLanguageActorCritic | None]:
-    """The model to be trained, and the frozen copy that it is held to where the configuration wants one.
-
-    Errors are those of `VisionLanguageActorCritic.load_hf`.
-    """
-    loss = config.loss
-    bins = loss.value_bins if loss.value_loss == "two_hot" else None
-    model = VisionLanguageActorCritic.load_hf(model_dir, ModelOptions(value_bins=bins, value_range=loss.value_range))
-    if not config.reference.is_used:
-        return model, None
-    reference = VisionLanguageActorCritic.load_hf(model_dir, ModelOptions())
-    return model, reference.eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -96,16 +81,23 @@ def score(
     max_tokens: int,
     forbidden_token_ids: Tensor,
     reference: VisionLanguageActorCritic | None = None,
+    critic: VisionLanguageActorCritic | None = None,
 ) -> Scores:
-    """Log-probabilities, entropies and values of every policy token, and the values of the bootstrap prompts."""
+    """Log-probabilities, entropies and values of every policy token, and the values of the bootstrap prompts.
+
+    Values are those of `critic`, of the model itself without one.
+    """
     tokens = [torch.empty(batch.num_policy_tokens) for _ in range(3)]
     for packed, slots in microbatches(batch.rows, batch.images, max_tokens):
         out = model(packed, temperature=batch.temperature, forbidden_token_ids=forbidden_token_ids)
         for target, values in zip(tokens, (out.logprobs, out.entropy, out.values), strict=True):
             target[slots] = values
+    if critic is not None:
+        for packed, slots in microbatches(batch.valued_rows, batch.images, max_tokens):
+            tokens[2][slots] = critic(packed, values_only=True).values
     bootstrap = torch.zeros(batch.num_segments)
-    for packed, slots in microbatches(batch.bootstrap_rows, batch.images, max_tokens):
-        bootstrap[slots] = model(packed).values
+    for packed, slots in microbatches(batch.valued_bootstrap_rows, batch.images, max_tokens):
+        bootstrap[slots] = (critic or model)(packed, values_only=True).values
     held_to: Tensor | None = None
     if reference is not None:
         held_to = torch.empty(batch.num_policy_tokens)
@@ -134,11 +126,13 @@ class PolicyUpdate:
         forbidden_token_ids: Tensor,
         reduce: Reduce | None = None,
         reference: VisionLanguageActorCritic | None = None,
+        critic: Trainer | None = None,
     ) -> None:
         """`reduce` sums a tensor over the data-parallel ranks; None where this rank is alone.
 
-        `reference` is a frozen model, required where `config.reference` is used: see `load_models`. Raises
-        `ConfigError` where it is missing, or the model's critic is not of the kind that `config.loss` trains.
+        `reference` is a frozen model, required where `config.reference` is used, `critic` the trainer of a separate
+        critic, required where `config.critic` has one: see `models.load_trained`. Raises `ConfigError` where one is
+        missing, or the model's critic is not of the kind that `config.loss` trains.
         """
         if config.reference.is_used and reference is None:
             raise ConfigError("$.learner.reference: expected a reference model with a positive coefficient, got none")
@@ -148,14 +142,16 @@ class PolicyUpdate:
                 f"{model.value_head.out_features} outputs for range {model.value_range}"
             )
         self._model = model
-        self._trainer = trainer
+        self.critic = CriticUpdate(config, trainer, critic)
         self._config = config
         self._seed = seed
         self._forbidden = forbidden_token_ids
         self._reduce = reduce
         self._reference = reference if config.reference.is_used else None
         self.num_updates = 0
-        """Optimizer steps of the run so far; part of a checkpoint."""
+        """Optimizer steps of the policy in the run so far; part of a checkpoint."""
+        self.num_critic_updates = 0
+        """The same of the critic: more where it was trained alone."""
 
     def run(self, batch: TrainingBatch, step: int, version: int) -> UpdateStats:
         """Train on a batch as learner step `step`; deterministic for (weights, batch, seed, step).
@@ -165,30 +161,35 @@ class PolicyUpdate:
         """
         config = self._config
         started = time.perf_counter()
-        self._model.eval()
-        scores = score(self._model, batch, config.max_tokens_per_microbatch, self._forbidden, self._reference)
+        self._refresh_reference(step)
+        if self._model.has_frozen_vision:
+            batch.images.encode(self._model.encode_images, self._model.merge_unit, config.max_tokens_per_microbatch)
+        scores = self.score(batch)
         scored = time.perf_counter()
         behind = (batch.versions != version).long()
         ratio = ratio_diagnostics(scores.logprobs, batch.behaviour_logprobs, behind, config.loss.weight_cap)
         data = self.estimate(batch, scores)
         gain = step_gain(scores.logprobs - batch.behaviour_logprobs, batch.staleness, config.loss, self._reduce)
         estimated = time.perf_counter()
-        self._model.train()
+        alone = self.critic.is_alone(step)
         totals: dict[str, float] = defaultdict(float)
         grad_norm, lr, skipped, updates = 0.0, 0.0, 0, 0
         for epoch in range(config.ppo_epochs):
             for members in self._minibatches(len(batch.rows), step, epoch):
-                lr = gain * config.optimizer.lr_at(step / config.total_steps, self.num_updates)
-                norm, was_skipped = self._minibatch(batch, members, data, lr, totals)
+                rates = self._rates(step, gain, alone=alone)
+                norm, was_skipped = self._minibatch(batch, members, data, rates, totals)
+                lr = rates.policy or 0.0
                 grad_norm += norm
                 skipped += was_skipped
                 updates += 1
-                self.num_updates += 1
+                self.num_updates += not alone
+                self.num_critic_updates += 1
         finished = time.perf_counter()
         return UpdateStats(
             losses={name: value / updates for name, value in totals.items()},
             grad_norm=grad_norm / updates,
             lr=lr,
+            critic_lr=rates.critic if config.critic.is_apart else None,
             num_updates=updates,
             skipped_updates=skipped,
             ratio=ratio,
@@ -207,23 +208,83 @@ class PolicyUpdate:
         weights = behaviour_weights(scores.logprobs - batch.behaviour_logprobs, sequence_ids, self._config.loss)
         return TokenData(batch, scores, outputs, weights, sequence_ids)
 
-    def accumulate(self, batch: TrainingBatch, members: np.ndarray, data: TokenData, totals: dict[str, float]) -> None:
+    def score(self, batch: TrainingBatch) -> Scores:
+        """What the present models say of a batch."""
+        critic = None if self.critic.separate is None else self.critic.separate.model
+        models = [self._model] if critic is None else [self._model, critic]
+        for model in models:
+            model.eval()
+        scores = score(
+            *(self._model, batch, self._config.max_tokens_per_microbatch, self._forbidden), self._reference, critic
+        )
+        for model in models:
+            model.train()
+        return scores
+
+    def accumulate(
+        self,
+        batch: TrainingBatch,
+        members: np.ndarray,
+        data: TokenData,
+        totals: dict[str, float],
+        *,
+        critic_alone: bool = False,
+    ) -> None:
         """The gradient of one minibatch in place of any other, and its losses added to `totals`.
 
         `members` are numbers of rows: means are over their tokens, advantages and weights those of the whole batch.
+        With `critic_alone` only the critic gets a gradient.
         """
         config = self._config
         rows = [batch.rows[index] for index in members]
         slots = torch.from_numpy(np.sort(np.concatenate([row.slots for row in rows])))
         data.weigh(slots, config.loss.weighting, self._reduce)
         targets = int(self._total(data.outputs.value_mask[slots].sum()))
-        self._trainer.zero_grad()
-        for packed, taken in microbatches(rows, batch.images, config.max_tokens_per_microbatch):
-            out = self._trainer.forward(packed, temperature=batch.temperature, forbidden_token_ids=self._forbidden)
-            loss, losses = self._losses(data, taken, out, targets)
-            self._trainer.backward(loss)
-            for name, value in losses.items():
+
+        def counted(found: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+            for name, value in found[1].items():
                 totals[name] += float(value)
+            return found[0]
+
+        def add_total(loss: Tensor) -> None:
+            totals["total_loss"] += float(loss)
+
+        self.critic.accumulate(
+            microbatches(rows, batch.images, config.max_tokens_per_microbatch),
+            microbatches(
+                [batch.valued_rows[index] for index in members], batch.images, config.max_tokens_per_microbatch
+            ),
+            lambda taken, out: counted(self._policy_losses(data, taken, out)),
+            lambda taken, out: counted(self._critic_losses(data, taken, out, targets)),
+            add_total,
+            alone=critic_alone,
+            temperature=batch.temperature,
+            forbidden_token_ids=self._forbidden,
+        )
+
+    def _rates(self, step: int, gain: float, *, alone: bool) -> Rates:
+        """Learning rates of the next optimizer step; only the policy's is scaled by how stale the batch is."""
+        config = self._config
+        progress, schedule = step / config.total_steps, config.schedule
+        policy = gain * config.optimizer.lr_at(progress, self.num_updates, schedule)
+        if not config.critic.is_apart:
+            return Rates(policy=policy, critic=policy)
+        critic = config.critic.optimizer(config.optimizer).lr_at(progress, self.num_critic_updates, schedule)
+        return Rates(policy=None if alone else policy, critic=critic)
+
+    def _refresh_reference(self, step: int) -> None:
+        every = self._config.reference.refresh_every
+        if self._reference is not None and every and step and step % every == 0:
+            self._reference.copy_policy(self._model)
+
+    def beside_policy(self) -> dict[str, Trainer | VisionLanguageActorCritic]:
+        """What a checkpoint holds beside the policy: by name, a critic of its own and a reference that moves."""
+        found: dict[str, Trainer | VisionLanguageActorCritic] = {}
+        if self.critic.separate is not None:
+            found["critic"] = self.critic.separate
+        if self._reference is not None and self._config.reference.refresh_every:
+            found["reference"] = self._reference
+        return found
 
     def _minibatches(self, num_rows: int, step: int, epoch: int) -> list[np.ndarray]:
         """This rank's rows of each optimizer step: shuffled, of nearly equal number, the same number on every rank."""
@@ -233,40 +294,38 @@ class PolicyUpdate:
         return np.array_split(shuffled, count)
 
     def _minibatch(
-        self, batch: TrainingBatch, members: np.ndarray, data: TokenData, lr: float, totals: dict[str, float]
+        self, batch: TrainingBatch, members: np.ndarray, data: TokenData, rates: Rates, totals: dict[str, float]
     ) -> tuple[float, bool]:
         """One optimizer step; adds its losses to `totals` and returns (gradient norm, whether it was skipped)."""
-        self.accumulate(batch, members, data, totals)
-        stats = self._trainer.step(lr)
+        self.accumulate(batch, members, data, totals, critic_alone=rates.policy is None)
+        stats = self.critic.step(rates)
         return (0.0 if stats.skipped else stats.grad_norm), stats.skipped
 
-    def _losses(
+    def _policy_losses(self, data: TokenData, taken: Tensor, out: TokenOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Policy loss of the tokens at slots `taken`, scalar, and diagnostics."""
+        inputs = data.inputs(taken, out.logprobs, out.entropy)
+        loss, losses = policy_loss(inputs, self._config.loss)
+        if data.scores.reference_logprobs is None:
+            return loss, losses
+        penalty, penalty_losses = reference_loss(
+            out.logprobs, data.scores.reference_logprobs[taken], inputs.loss_weights, self._config.reference
+        )
+        return loss + penalty, losses | penalty_losses
+
+    def _critic_losses(
         self, data: TokenData, taken: Tensor, out: TokenOutputs, num_targets: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of the tokens at slots `taken`, scalar, and diagnostics; `num_targets` is that of the minibatch."""
-        config = self._config
-        inputs = data.inputs(taken, out.logprobs, out.entropy)
-        policy, losses = policy_loss(inputs, config.loss)
-        critic, critic_losses = value_loss(
+        """Critic loss of the tokens at slots `taken`, scalar, and diagnostics; `num_targets` is the minibatch's."""
+        return value_loss(
             out.values,
             data.scores.values[taken],
             data.outputs.value_targets[taken],
             data.outputs.value_mask[taken],
-            config.loss,
+            self._config.loss,
             count=num_targets,
             logits=out.value_logits,
             weights=data.trajectory_weights(taken),
         )
-        loss = policy + critic
-        losses |= critic_losses
-        if data.scores.reference_logprobs is not None:
-            reference_logprobs = data.scores.reference_logprobs[taken]
-            penalty, penalty_losses = reference_loss(
-                out.logprobs, reference_logprobs, inputs.loss_weights, config.reference
-            )
-            loss = loss + penalty
-            losses |= penalty_losses
-        return loss, losses | {"total_loss": loss.detach()}
 
     def _total(self, value: Tensor) -> float:
         value = value.double()

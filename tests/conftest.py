@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -80,3 +82,26 @@ def valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., None]:
+    """Runs a command on this many ranks: `torchrun(2, "worker.py", ...)` or `torchrun(2, "-m", "vagen.learner", ...)`;
+    fails with the end of what they said on stderr."""
+
+    def run(num_ranks: int, *command: object, timeout_s: float = 240.0) -> None:
+        torchrun_sets = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        environment = {k: v for k, v in os.environ.items() if k not in torchrun_sets} | {"OMP_NUM_THREADS": "1"}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        # A session of its own, so that a hang takes the ranks with it.
+        process = subprocess.Popen(
+            [*launcher, *map(str, command)], env=environment, stderr=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            _, errors = process.communicate(timeout=timeout_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 0, errors.decode()[-20000:]
+
+    return run

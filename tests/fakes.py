@@ -222,7 +222,8 @@ class ScriptedIngest:
 
 @dataclass
 class ScriptedEnvironment:
-    """Turns from a list: (reward, terminated, truncated). Observation k has text `look k` and a picture of its own."""
+    """Turns from a list: (reward, terminated, truncated). Observation k has text `look k`, a picture of its own and the
+    state `at k`."""
 
     turns: Sequence[tuple[Mapping[str, float], bool, bool]]
     sizes: Sequence[tuple[int, int]] = ((56, 56),)
@@ -236,7 +237,7 @@ class ScriptedEnvironment:
     def _look(self) -> Observation:
         k = len(self.responses)
         shade = (37 * k % 256, len(self.seeds) % 256, 5)
-        return Observation(f"<image>look {k}", (Image.new("RGB", self.sizes[k % len(self.sizes)], shade),))
+        return Observation(f"<image>look {k}", (Image.new("RGB", self.sizes[k % len(self.sizes)], shade),), f"at {k}")
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         self.seeds.append(seed)

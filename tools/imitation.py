@@ -24,6 +24,7 @@ from vagen.learner.batching import RowPreparer
 from vagen.learner.config import LearnerConfig, SFTConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.parallel import parallel_session
+from vagen.learner.models import trained_options
 from vagen.learner.sft import SFTData, SFTProgress, train_sft
 
 __all__ = ["imitate_archive"]
@@ -38,8 +39,8 @@ def imitate_archive(
 ) -> dict[str, float]:
     """Train the model of `model_dir` on an archive, write it to `out_dir` and return its statistics.
 
-    The critic learns the discounted return from each turn on. Raises `ConfigError` when `out_dir` exists and
-    `ArchiveError` for trajectories of another tokenizer.
+    `learner.lora` and `learner.freeze_vision` hold here too. The critic learns the discounted return from each turn on.
+    Raises `ConfigError` when `out_dir` exists and `ArchiveError` for trajectories of another tokenizer.
     """
     run, config = section(recipe, "run", RunConfig), section(recipe, "sft", SFTConfig)
     if out_dir.exists():
@@ -49,7 +50,7 @@ def imitate_archive(
     archive = open_archive(archive_dir)
     renderer = ChatRenderer.load(model_dir)
     _check_tokenizer(archive, renderer.tokenizer_hash, model_dir)
-    discount = section(recipe, "learner", LearnerConfig).advantage.turn_discount
+    learner = section(recipe, "learner", LearnerConfig)
     losses: list[float] = []
 
     def record(progress: SFTProgress) -> None:
@@ -57,9 +58,9 @@ def imitate_archive(
         on_step(progress)
 
     with parallel_session(seed=run.seed + 1):
-        model = VisionLanguageActorCritic.load_hf(model_dir)
+        model = VisionLanguageActorCritic.load_hf(model_dir, trained_options(learner))
         preparer = RowPreparer.load(model_dir)
-        data = _lay_out(archive, preparer, discount)
+        data = _lay_out(archive, preparer, learner.advantage.turn_discount)
         train_sft(
             *(model, data, config),
             seed=run.seed,

@@ -65,6 +65,7 @@ def validate_recipe(raw: Mapping[str, Any]) -> Recipe:
     _check_engine(recipe)
     _check_pacing(recipe)
     _check_estimator(recipe)
+    _check_critic(recipe)
     _check_reward_placement(recipe)
     _check_selection(recipe)
     return recipe
@@ -157,6 +158,24 @@ def _check_estimator(recipe: Recipe) -> None:
         "learner.loss.value_weight",
         recipe.learner.loss.value_weight,
         f"float > 0 for the estimator {estimator.name}, which needs a critic",
+    )
+
+
+def _check_critic(recipe: Recipe) -> None:
+    """Steps that train the critic alone must leave some for the policy, and be of use to the estimator."""
+    learner, warmup_steps = recipe.learner, recipe.learner.critic.warmup_steps
+    require(
+        warmup_steps < learner.total_steps,
+        "learner.critic.warmup_steps",
+        warmup_steps,
+        f"int < learner.total_steps ({learner.total_steps})",
+    )
+    estimator = get_estimator(learner.advantage.name)
+    require(
+        estimator.needs_critic or (learner.critic.trunk, warmup_steps) in (("shared", 0), ("detached", 0)),
+        "learner.critic",
+        f"trunk {learner.critic.trunk}, warmup_steps {warmup_steps}",
+        f"no separate critic and no warmup_steps for the estimator {estimator.name}, which uses no values",
     )
 
 

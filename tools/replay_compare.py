@@ -25,9 +25,9 @@ from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.checkpoint_io import load_checkpoint
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import parallel_session
+from vagen.learner.models import load_models
 from vagen.learner.replay import refuse_unknown_behaviour
 from vagen.learner.sft import adam_options
-from vagen.learner.update import load_models
 from vagen.tools.replay_measure import Bench, Bucket, Measured
 
 __all__ = ["CompareOptions", "Comparison", "Correction", "CorrectionResult", "compare", "select"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vagen.learner.batching import TrainingBatch
-from vagen.learner.config import LearnerConfig
+from vagen.learner.config import CriticConfig, LearnerConfig
 from vagen.learner.losses.config import LossConfig
 from vagen.learner.losses.diagnostics import effective_sample_size
 from vagen.learner.losses.policy import policy_loss
@@ -120,7 +120,9 @@ class Bench:
     def correction(self, config: LearnerConfig) -> Callable[[np.ndarray], Measured]:
         """Estimates over the whole batch; the function measures on trajectories given by their numbers in it."""
         # The critic's gradient would hide what a correction does to the policy's.
-        policy_alone = msgspec.structs.replace(config, loss=msgspec.structs.replace(config.loss, value_weight=0.0))
+        policy_alone = msgspec.structs.replace(
+            config, loss=msgspec.structs.replace(config.loss, value_weight=0.0), critic=CriticConfig()
+        )
         update = PolicyUpdate(
             self.model,
             self.trainer,

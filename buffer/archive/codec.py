@@ -91,7 +91,11 @@ def _refs(images: Sequence[ImageRef]) -> list[dict[str, Any]]:
 
 def _bootstrap(record: ArchivedTrajectory) -> dict[str, Any] | None:
     prompt = record.trajectory.bootstrap
-    return None if prompt is None else {"token_ids": prompt.token_ids, "images": _refs(prompt.images)}
+    return (
+        None
+        if prompt is None
+        else {"token_ids": prompt.token_ids, "images": _refs(prompt.images), "state": prompt.state}
+    )
 
 
 def _turns(record: ArchivedTrajectory) -> list[dict[str, Any]]:
@@ -186,7 +190,12 @@ def _decode_record(
     own["version_steps"] = {item["version"]: item["step"] for item in own["version_steps"]}
     bootstrap = values.pop("bootstrap")
     if bootstrap is not None:
-        bootstrap = BootstrapPrompt(token_ids=prompt, images=_decode_refs(bootstrap["images"]))
+        bootstrap = BootstrapPrompt(
+            token_ids=prompt, images=_decode_refs(bootstrap["images"]), state=bootstrap.get("state") or ""
+        )
+    for turn in values["turns"]:
+        # Absent from parts that were written before there was one, and null where such parts were merged.
+        turn["state"] = turn.get("state") or ""
     for holder in (values, *values["turns"]):
         for name in ("metrics", "judge"):
             if name in holder:

@@ -46,6 +46,7 @@ _TURN = pa.struct(
         *((name, pa.float64()) for name in ("engine_s", "env_s")),
         ("metrics", _entries(pa.float64())),
         ("judge", _entries(pa.string())),
+        ("state", pa.string()),
     ]
 )
 _REWARD = pa.struct([("component", pa.string()), ("row", pa.int32()), ("token", pa.int32()), ("value", pa.float64())])
@@ -111,7 +112,7 @@ _HEAVY = [
     ),
     ("turns", pa.list_(_TURN)),
     ("rewards", pa.list_(_REWARD)),
-    ("bootstrap", pa.struct([("token_ids", pa.list_(pa.int32())), ("images", _IMAGE_REFS)])),
+    ("bootstrap", pa.struct([("token_ids", pa.list_(pa.int32())), ("images", _IMAGE_REFS), ("state", pa.string())])),
 ]
 
 _METADATA = {FORMAT_KEY: str(FORMAT).encode()}

@@ -133,11 +133,11 @@ class FrozenLakeCore:
         return self._config.format_reward if parsed.format_ok else 0.0
 
     def _observe(self) -> Observation:
-        instruction = self._config.instruction
+        instruction, grid = self._config.instruction, text_grid(self.level, self._player)
         if self._config.observation == "text":
-            return Observation(f"{text_grid(self.level, self._player)}\n{instruction}")
+            return Observation(f"{grid}\n{instruction}", state=grid)
         picture = self._painter.paint(self.level, self._player, self._render)
-        return Observation(f"{IMAGE_PLACEHOLDER}{instruction}", (picture,))
+        return Observation(f"{IMAGE_PLACEHOLDER}{instruction}", (picture,), grid)
 
     def _render(self) -> NDArray[np.uint8]:
         assert self._lake is not None

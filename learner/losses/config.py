@@ -115,16 +115,21 @@ class LossConfig(Section, frozen=True, kw_only=True):
 
 
 class ReferenceConfig(Section, frozen=True, kw_only=True):
-    """KL to a frozen copy of the model that the run started from. Off unless a coefficient is positive."""
+    """KL to a frozen copy of the model that the run started from, or of a later one (`refresh_every`).
+
+    Off unless a coefficient is positive.
+    """
 
     model_dir: Literal["start"] | None = None
-    """`start`: the model directory that the learner is started with, also after a resume."""
+    """`start`: the model directory that the learner is started with, also after a resume until the first refresh."""
     kl_in_loss: float = 0.0
     """Weight of the mean `estimator` over policy tokens in the loss."""
     kl_in_reward: float = 0.0
     """Each policy token's reward is reduced by this times `log pi_prox - log pi_ref`."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of the KL in the loss and in the diagnostics. `k1` is for diagnostics alone."""
+    refresh_every: int = 0
+    """Learner steps after which the present policy becomes the reference, again and again; 0: never."""
 
     def __post_init__(self) -> None:
         for field in ("kl_in_loss", "kl_in_reward"):
@@ -136,6 +141,7 @@ class ReferenceConfig(Section, frozen=True, kw_only=True):
             self.model_dir,
             "start with a positive kl_in_loss or kl_in_reward",
         )
+        require(self.refresh_every >= 0, "learner.reference.refresh_every", self.refresh_every, "int >= 0")
         require(
             self.kl_in_loss == 0.0 or self.estimator != "k1",
             "learner.reference.estimator",

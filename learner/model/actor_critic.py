@@ -45,8 +45,9 @@ from vagen.learner.model.files import (
 )
 from vagen.learner.model.gpt import ModelOptions, build_gpt
 from vagen.learner.model.logprobs import logprobs_and_entropy
+from vagen.learner.model.lora import save_adapter, start_adapters
 from vagen.learner.model.spec import uses_transformer_engine
-from vagen.learner.model.weights import hf_tensors, load_decoder
+from vagen.learner.model.weights import adapter_tensors, hf_tensors, load_decoder
 
 __all__ = ["VisionLanguageActorCritic"]
 
@@ -70,7 +71,8 @@ class VisionLanguageActorCritic(MegatronModule):
         self._tower: VisionTower | None = None
         if self.family.vision is not None:
             self.visual = self.family.vision(hf_config)
-            self.visual.to(options.dtype).requires_grad_(not options.freeze_vision)
+            self.visual.to(options.dtype)
+            self._freeze_vision(self.visual, options.freeze_vision)
             self._tower = vision_tower(self.visual)
         # In the dtype of the rest (see build_gpt); its master copy and its product are float32.
         self.value_head = nn.Linear(self.config.hidden_size, options.value_bins or 1, dtype=options.dtype)
@@ -81,7 +83,20 @@ class VisionLanguageActorCritic(MegatronModule):
         self._value_centres: Tensor | None
         self.register_buffer("_value_centres", centres, persistent=False)
         self._rules = self.family.rules(self.family.text_config(hf_config), self.tied)
-        self._transformer_engine = uses_transformer_engine()
+        self.adapter, self.base_model = options.adapter, str(source_dir)
+        self._transformer_engine = uses_transformer_engine() and options.adapter is None
+        if options.adapter is not None:
+            start_adapters(self, language_model, [self.value_head])
+
+    def _freeze_vision(self, visual: nn.Module, what: bool | str) -> None:
+        for name, parameter in visual.named_parameters():
+            part = "projector" if name.partition(".")[0] in self.family.projector else "tower"
+            parameter.requires_grad_(what not in (True, part))
+
+    @property
+    def has_frozen_vision(self) -> bool:
+        """Whether the features of an image never change."""
+        return self.visual is not None and not any(x.requires_grad for x in self.visual.parameters())
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -92,12 +107,14 @@ class VisionLanguageActorCritic(MegatronModule):
         temperature: float = 1.0,
         forbidden_token_ids: Tensor | None = None,
         detach_value: bool = False,
+        values_only: bool = False,
     ) -> TokenOutputs:
         """Score `batch.score_positions`.
 
         Logprobs and entropy are those of softmax(logits / temperature) without `forbidden_token_ids` (int64; what the
         engine never samples, such as image placeholders). With `detach_value` the critic's loss does not reach the
-        trunk. Raises TrajectoryError for a batch that contradicts itself or scores a forbidden token.
+        trunk. With `values_only` logprobs and entropy are not computed, and empty. Raises TrajectoryError for a batch
+        that contradicts itself or scores a forbidden token.
         """
         batch.check()
         targets = batch.token_ids[batch.score_positions]
@@ -110,6 +127,10 @@ class VisionLanguageActorCritic(MegatronModule):
         centres = self._value_centres
         value_logits = None if centres is None else answers
         values = answers[:, 0] if centres is None else expectation(answers, centres)
+        if values_only:
+            return TokenOutputs(
+                logprobs=values.new_empty(0), entropy=values.new_empty(0), values=values, value_logits=value_logits
+            )
         gpt = self.language_model
         weight = gpt.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = gpt.output_layer(hidden[:, None], weight=weight)
@@ -158,12 +179,10 @@ class VisionLanguageActorCritic(MegatronModule):
 
     def _image_features(self, images: ImageBatch) -> Tensor:
         """Features of each placeholder run in order, [tokens, (1 + K) * hidden_size]; each image is encoded once."""
-        assert self._tower is not None
-        grids = [(int(t), int(h), int(w)) for t, h, w in images.grids.tolist()]
-        features = self._tower(images.patches, grids)
+        features = self.encode_images(images) if images.features is None else images.features
         if images.index is None:
             return features
-        sizes = images.grids.prod(-1) // self._tower.merge_unit
+        sizes = images.grids.prod(-1) // self.merge_unit
         starts = sizes.cumsum(0) - sizes
         used = images.index
         if len(used) and (int(used.min()) < 0 or int(used.max()) >= len(sizes)):
@@ -172,6 +191,17 @@ class VisionLanguageActorCritic(MegatronModule):
         shift = (starts[used] - (ends - sizes[used])).repeat_interleave(sizes[used])
         rows = torch.arange(len(shift)) + shift
         return features.index_select(0, rows.to(features.device))
+
+    def encode_images(self, images: ImageBatch) -> Tensor:
+        """Features of the distinct images, one after another: [tokens, (1 + K) * hidden_size]."""
+        assert self._tower is not None
+        return self._tower(images.patches, [(int(t), int(h), int(w)) for t, h, w in images.grids.tolist()])
+
+    @property
+    def merge_unit(self) -> int:
+        """Patches of one image token."""
+        assert self._tower is not None
+        return self._tower.merge_unit
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -231,6 +261,16 @@ class VisionLanguageActorCritic(MegatronModule):
                 yield f"{self.family.vision_prefix}{name}", tensor
         yield from hf_tensors(self.language_model, self._rules)
 
+    @torch.no_grad()
+    def copy_policy(self, source: VisionLanguageActorCritic) -> None:
+        """Take over the weights of a model of the same shape, but for the value head.
+
+        Collective over tensor-parallel ranks.
+        """
+        load_decoder(self.language_model, self._rules, dict(hf_tensors(source.language_model, source._rules)))
+        if self.visual is not None and source.visual is not None:
+            self.visual.load_state_dict(source.visual.state_dict())
+
     def export_hf_state(self) -> dict[str, Tensor]:
         """Copies of all tensors under the names of transformers' `state_dict()`; a tied `lm_head.weight` is listed.
 
@@ -269,6 +309,8 @@ class VisionLanguageActorCritic(MegatronModule):
     def save_hf(self, model_dir: str | Path) -> None:
         """Write a complete model directory that `load_hf`, transformers and SGLang read; it appears atomically.
 
+        Adapters are merged into its weights; its folder `adapter` has them apart, as PEFT reads them.
+
         Everything but weights is copied from the directory the model was loaded from. Collective over all ranks.
         Raises CheckpointError where `model_dir` exists.
         """
@@ -282,9 +324,13 @@ class VisionLanguageActorCritic(MegatronModule):
         `max_shard_bytes` in several files.
         """
         state = {name: tensor.to("cpu", dtype) for name, tensor in self._copies(self.family.disk_name)}
+        low_rank = {name: x.clone().cpu() for name, x in adapter_tensors(self.language_model, self._rules)}
         if torch.distributed.get_rank() == 0:
             copy_companions(self.source_dir, target)
             set_dtype(target / "config.json", dtype or self.config.params_dtype)
             write_weights(state, target, max_shard_bytes or MAX_SHARD_BYTES)
             head = {name: tensor.detach().cpu() for name, tensor in self.value_head.state_dict().items()}
             save_file(head, target / VALUE_HEAD_FILE, metadata=self._value_metadata or None)
+            if self.adapter is not None:
+                layers = f"{self.family.text_prefix}layers."
+                save_adapter(target / "adapter", low_rank, self.adapter, self.base_model, layers)

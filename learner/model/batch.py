@@ -23,15 +23,18 @@ class ImageBatch:
 
     patches float32 [P, D] image after image; grids int64 [I, 3] (time, height, width in patches), on the CPU;
     index int64 [M], on the CPU: which image stands at each placeholder run of the pack, in order of `token_ids`. None
-    means one run for each image, in order.
+    means one run for each image, in order. features [tokens of all images, (1 + K) * hidden_size] are what the vision
+    module makes of them where it is frozen and they are known (patches are [0, D] then); None: to be computed.
     """
 
     patches: Tensor
     grids: Tensor
     index: Tensor | None = None
+    features: Tensor | None = None
 
     def to(self, device: torch.device) -> ImageBatch:
-        return ImageBatch(patches=self.patches.to(device), grids=self.grids, index=self.index)
+        features = None if self.features is None else self.features.to(device)
+        return ImageBatch(patches=self.patches.to(device), grids=self.grids, index=self.index, features=features)
 
 
 @dataclass(frozen=True, kw_only=True)

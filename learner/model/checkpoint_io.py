@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from transformers import AutoConfig
 
 from vagen.common.errors import CheckpointError
@@ -35,6 +37,7 @@ from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.cpu_compat import compute_device, cuda_as_cpu
 from vagen.learner.model.files import atomic_directory, copy_companions
 from vagen.learner.model.gpt import ModelOptions
+from vagen.learner.model.lora import AdapterOptions
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import topology
 
@@ -46,8 +49,16 @@ _FORMAT = 1
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
+Beside = Mapping[str, Trainer | VisionLanguageActorCritic]
+"""By name, what is trained or kept apart from the policy: a trainer with its model, or a model alone."""
+
+
 def save_checkpoint(
-    path: str | Path, model: VisionLanguageActorCritic, trainer: Trainer, extra: Mapping[str, Any]
+    path: str | Path,
+    model: VisionLanguageActorCritic,
+    trainer: Trainer,
+    extra: Mapping[str, Any],
+    beside: Beside = MappingProxyType({}),
 ) -> None:
     """Write `path`, a directory that appears complete and flushed to disk, or not at all. Collective over all ranks.
 
@@ -59,7 +70,9 @@ def save_checkpoint(
             "format": _FORMAT,
             "model": _fingerprint(model),
             "bf16": model.config.bf16,
+            "base_model": model.base_model,
             "world": _world(),
+            "beside": sorted(beside),
             "extra": dict(extra),
         },
         indent=2,
@@ -73,7 +86,7 @@ def save_checkpoint(
             copy_companions(model.source_dir, target / _COMPANIONS)
         dist.barrier()
         with cuda_as_cpu():
-            state = _sharded_state(model, trainer, with_generators=True, is_loading=False)
+            state = _sharded_state(model, trainer, beside, with_generators=True, is_loading=False)
             _write_without_processes()
             dist_checkpointing.save(state, str(content), content_metadata=dict(_SHARDING))
 
@@ -111,19 +124,30 @@ def read_record(path: str | Path) -> dict[str, Any]:
     return _record(Path(path))["extra"]
 
 
-def load_checkpoint(path: str | Path, model: VisionLanguageActorCritic, trainer: Trainer) -> dict[str, Any]:
-    """Restore model, optimizer and (with as many ranks of each kind as saved) generators in place; returns `extra`.
+def load_checkpoint(
+    path: str | Path, model: VisionLanguageActorCritic, trainer: Trainer, beside: Beside = MappingProxyType({})
+) -> dict[str, Any]:
+    """Restore model, optimizer, what is beside them and (with as many ranks of each kind as saved) generators in place;
+    returns `extra`.
 
     Collective over all ranks. Raises CheckpointError where the checkpoint is missing or belongs to another model.
     """
     record = _record(Path(path))
     if record["model"] != _fingerprint(model):
         raise CheckpointError(f"{path}: does not match the model: saved from {record['model']}")
+    if record.get("beside", []) != sorted(beside):
+        raise CheckpointError(
+            f"{path}: has {record.get('beside', [])} beside the policy, expected {sorted(beside)} "
+            "($.learner.critic.trunk and $.learner.reference.refresh_every of the run that saved it)"
+        )
     same_world = record["world"] == _world()
     with cuda_as_cpu():
-        wanted = _sharded_state(model, trainer, with_generators=same_world, is_loading=True)
-        state = _load_state(Path(path), model, wanted)
+        wanted = _sharded_state(model, trainer, beside, with_generators=same_world, is_loading=True)
+        state = _load_state(Path(path), model, wanted, beside)
         _load_optimizer(trainer, state["optimizer"])
+        for name, part in beside.items():
+            if isinstance(part, Trainer):
+                _load_optimizer(part, state[name]["optimizer"])
     if same_world:
         _set_generators(state["generators"])
     return record["extra"]
@@ -141,17 +165,24 @@ def load_model(path: str | Path) -> tuple[VisionLanguageActorCritic, dict[str, A
     if "value_range" in kind:
         low, high = kind["value_range"]
         options = replace(options, value_range=(low, high))
+    if "adapter" in kind:
+        options = replace(options, adapter=AdapterOptions.of_plain(kind["adapter"]))
     model = VisionLanguageActorCritic(AutoConfig.from_pretrained(source), options, source).to(compute_device())
+    model.base_model = record.get("base_model", model.base_model)
     with cuda_as_cpu():
         _load_state(Path(path), model, {"model": model.sharded_state_dict()})
     return model, record["extra"]
 
 
-def _load_state(path: Path, model: VisionLanguageActorCritic, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Fill the model's weights, and return all that was wanted."""
+def _load_state(
+    path: Path, model: VisionLanguageActorCritic, wanted: dict[str, Any], beside: Beside = MappingProxyType({})
+) -> dict[str, Any]:
+    """Fill the weights of the model and of what is beside it, and return all that was wanted."""
     try:
         state = dist_checkpointing.load(wanted, str(path / "state"))
         model.load_state_dict(state["model"])
+        for name, part in beside.items():
+            _model_of(part).load_state_dict(state[name]["model"])
     except (CheckpointingException, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path}: does not match the model: {error}") from error
     return state
@@ -180,6 +211,7 @@ def _fingerprint(model: VisionLanguageActorCritic) -> dict[str, Any]:
         "vocab_size": model.language_model.vocab_size,
         "tied": model.tied,
         **critic,
+        **({} if model.adapter is None else {"adapter": model.adapter.plain()}),
     }
 
 
@@ -189,19 +221,36 @@ def _world() -> dict[str, int]:
 
 
 def _sharded_state(
-    model: VisionLanguageActorCritic, trainer: Trainer, *, with_generators: bool, is_loading: bool
+    model: VisionLanguageActorCritic,
+    trainer: Trainer,
+    beside: Beside,
+    *,
+    with_generators: bool,
+    is_loading: bool,
 ) -> dict[str, Any]:
-    sharded_model = model.sharded_state_dict()
-    state: dict[str, Any] = {
-        "model": sharded_model,
-        "optimizer": trainer.optimizer.sharded_state_dict(
-            sharded_model, is_loading=is_loading, metadata=dict(_SHARDING)
-        ),
-    }
+    state = _sharded_part(model, trainer, is_loading=is_loading)
+    for name, part in beside.items():
+        own = _sharded_part(_model_of(part), part if isinstance(part, Trainer) else None, is_loading=is_loading)
+        add_prefix_for_sharding(own, f"{name}.")
+        state[name] = own
     if with_generators:
         place = topology()
         state["generators"] = ShardedObject("generators", _generators(), (place.world_size,), (place.rank,))
     return state
+
+
+def _sharded_part(model: VisionLanguageActorCritic, trainer: Trainer | None, *, is_loading: bool) -> dict[str, Any]:
+    sharded_model = model.sharded_state_dict()
+    state: dict[str, Any] = {"model": sharded_model}
+    if trainer is not None:
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(
+            sharded_model, is_loading=is_loading, metadata=dict(_SHARDING)
+        )
+    return state
+
+
+def _model_of(part: Trainer | VisionLanguageActorCritic) -> VisionLanguageActorCritic:
+    return part.model if isinstance(part, Trainer) else part
 
 
 def _load_optimizer(trainer: Trainer, state: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vagen.common.errors import ConfigError
 from vagen.learner.model.families.base import ModelFamily, refuse_unsupported, rotary_base
+from vagen.learner.model.lora import AdapterOptions, adapt_layers
 from vagen.learner.model.rotary import InterleavedRotaryEmbedding
 from vagen.learner.model.spec import decoder_layer_spec, uses_transformer_engine
 
@@ -21,12 +22,15 @@ __all__ = ["ModelOptions", "build_gpt", "transformer_config"]
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """How the model is held and run. `bf16` keeps fp32 master weights in the optimizer; `recompute` trades one more
-    forward of each decoder layer for its activations; `freeze_vision` keeps the vision tower as loaded. `value_bins`
-    makes the critic categorical, with so many bins over `value_range`; None: one scalar."""
+    forward of each decoder layer for its activations; `freeze_vision` keeps as loaded the blocks of the vision module
+    ("tower"), what projects their output into the decoder ("projector"), or both (True). With `adapter` low-rank
+    updates of the decoder and the value head are all that is trained. `value_bins` makes the critic categorical, with
+    so many bins over `value_range`; None: one scalar."""
 
     bf16: bool = False
     recompute: bool = False
-    freeze_vision: bool = False
+    freeze_vision: bool | Literal["tower", "projector"] = False
+    adapter: AdapterOptions | None = None
     value_bins: int | None = None
     value_range: tuple[float, float] = (-3.0, 3.0)
 
@@ -96,7 +100,10 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
     deepstack = family.num_deepstack(hf_config)
     if deepstack >= config.num_layers:
         raise ConfigError(f"config.json: {deepstack} deepstack_visual_indexes for {config.num_layers} decoder layers")
-    spec = decoder_layer_spec(config, transformer_engine=uses_transformer_engine(), deepstack=deepstack > 0)
+    engine = uses_transformer_engine() and options.adapter is None
+    spec = decoder_layer_spec(config, transformer_engine=engine, deepstack=deepstack > 0)
+    if options.adapter is not None:
+        adapt_layers(spec, options.adapter, config)
     gpt = GPTModel(
         config,
         spec,

@@ -16,7 +16,12 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
@@ -62,8 +67,12 @@ class Trainer:
     averages over.
     """
 
-    def __init__(self, model: VisionLanguageActorCritic, options: AdamOptions) -> None:
+    def __init__(
+        self, model: VisionLanguageActorCritic, options: AdamOptions, *, has_critic_rate: bool = False
+    ) -> None:
+        """With `has_critic_rate` the value head is a parameter group of its own, so that `step` takes its rate."""
         self.model = model
+        self.has_critic_rate = has_critic_rate
         self.options = options
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         config = OptimizerConfig(
@@ -80,7 +89,8 @@ class Trainer:
         )
         with cuda_as_cpu():
             self._ddp = DistributedDataParallel(model.config, ddp_config, model)
-            self.optimizer: Any = get_megatron_optimizer(config, [self._ddp])
+            overrides = _critic_group(config) if has_critic_rate else None
+            self.optimizer: Any = get_megatron_optimizer(config, [self._ddp], config_overrides=overrides)
         self._prime()
 
     def forward(
@@ -90,10 +100,15 @@ class Trainer:
         temperature: float = 1.0,
         forbidden_token_ids: Tensor | None = None,
         detach_value: bool = False,
+        values_only: bool = False,
     ) -> TokenOutputs:
         """As `VisionLanguageActorCritic.forward`."""
         return self._ddp(
-            batch, temperature=temperature, forbidden_token_ids=forbidden_token_ids, detach_value=detach_value
+            batch,
+            temperature=temperature,
+            forbidden_token_ids=forbidden_token_ids,
+            detach_value=detach_value,
+            values_only=values_only,
         )
 
     def zero_grad(self) -> None:
@@ -105,41 +120,44 @@ class Trainer:
         """Add the gradient of a scalar loss."""
         loss.backward()
 
-    @torch.no_grad()
-    def step(self, lr: float) -> StepStats:
-        """Reduce, clip and apply the accumulated gradients with this learning rate.
+    def step(self, lr: float, *, critic_lr: float | None = None) -> StepStats:
+        """Reduce, clip and apply the accumulated gradients with this learning rate; `critic_lr` is the value head's
+        where it has one.
 
         A gradient norm that is not finite on any rank leaves weights and optimizer state as they were.
         """
-        grad_norm, overflow = self._reduced_norm()
-        if overflow or not math.isfinite(grad_norm):
+        grad_norm = self.grad_norm()
+        if not math.isfinite(grad_norm):
             return StepStats(grad_norm, skipped=True)
+        self.apply(grad_norm, lr, critic_lr=critic_lr)
+        return StepStats(grad_norm, skipped=False)
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """Reduce the accumulated gradients and return their global norm, not finite where one of them overflowed."""
+        with cuda_as_cpu():
+            finalize_model_grads([self._ddp], None)
+            overflow = bool(self.optimizer.prepare_grads())
+            norm = float(self.optimizer.get_grad_norm())
+        return math.inf if overflow and math.isfinite(norm) else norm
+
+    @torch.no_grad()
+    def apply(self, grad_norm: float, lr: float, *, critic_lr: float | None = None) -> None:
+        """The second half of `step`: clip the gradients, whose norm is this, and apply them."""
         with cuda_as_cpu():
             for part in self.optimizer.chained_optimizers:
                 if self.options.clip_grad > 0:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self.options.clip_grad, grad_norm)
             # megatron leaves both to a scheduler of its training script: without this, norms and biases would decay.
             for group in self.optimizer.param_groups:
-                group["lr"] = lr * group["lr_mult"]
+                is_critic = self.has_critic_rate and group["is_decoupled_lr"] and critic_lr is not None
+                group["lr"] = (critic_lr if is_critic else lr) * group["lr_mult"]
                 group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
             self.optimizer.step_with_ready_grads()
-        return StepStats(grad_norm, skipped=False)
-
-    @torch.no_grad()
-    def grad_norm(self) -> float:
-        """Reduce the accumulated gradients and return their global norm, instead of a step."""
-        return self._reduced_norm()[0]
 
     def inner_optimizers(self) -> list[Any]:
         """megatron's distributed optimizers, each around one torch optimizer (`.optimizer`)."""
         return list(self.optimizer.chained_optimizers)
-
-    def _reduced_norm(self) -> tuple[float, bool]:
-        """Global norm of the gradients, and whether one of them overflowed."""
-        with cuda_as_cpu():
-            finalize_model_grads([self._ddp], None)
-            overflow = bool(self.optimizer.prepare_grads())
-            return float(self.optimizer.get_grad_norm()), overflow
 
     def _prime(self) -> None:
         """Give torch's AdamW its state before the first step: megatron saves and loads only what is there."""
@@ -153,3 +171,8 @@ class Trainer:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+
+
+def _critic_group(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """megatron's own groups and one for the value head, under a key by which checkpoints tell groups apart."""
+    return {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): {"is_decoupled_lr": True}}

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from vagen.common.errors import CheckpointError
 from vagen.learner.model.families.base import Layout, WeightRule
+from vagen.learner.model.lora import adapted_layers, is_adapter, layer_weight
 
-__all__ = ["hf_tensors", "load_decoder"]
+__all__ = ["adapter_tensors", "hf_tensors", "load_decoder"]
 
 _TRANSFORMER_ENGINE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -34,7 +35,7 @@ def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str,
 
     Raises CheckpointError naming a tensor that is missing or has another shape, and where a parameter has no rule.
     """
-    parameters = dict(gpt.named_parameters())
+    parameters = {name: x for name, x in gpt.named_parameters() if not is_adapter(name)}
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for rule in rules:
@@ -52,7 +53,7 @@ def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str,
 
 
 def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of the decoder, layer by layer, one rule gathered at a time.
+    """(HF name, whole tensor, adapters merged) of the decoder, layer by layer, one rule gathered at a time.
 
     Collective over the tensor-parallel group: every rank must iterate to the end. Tensors may share memory with the
     parameters: clone what outlives the next step.
@@ -61,8 +62,8 @@ def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str
     group = parallel_state.get_tensor_model_parallel_group()
     experts: list[Tensor] = []
     for rule, following in itertools.zip_longest(rules, rules[1:]):
-        shard = parameters[_local_name(rule.megatron, parameters)].detach()
-        parts = _split(rule, _gather(rule, shard, group), gpt.config)
+        name = _local_name(rule.megatron, parameters)
+        parts = _split(rule, _gather(rule, layer_weight(gpt, name, parameters[name]), group), gpt.config)
         if rule.expert is None:
             yield from zip(rule.hf, parts, strict=True)
             continue
@@ -70,6 +71,23 @@ def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str
         if following is None or following.hf != rule.hf:
             yield rule.hf[0], torch.stack(experts)
             experts = []
+
+
+def adapter_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT's name, whole tensor) of A and B of every adapted layer; collective over the tensor-parallel group."""
+    layers = {name: (a, b) for name, a, b in adapted_layers(gpt)}
+    group = parallel_state.get_tensor_model_parallel_group()
+    for rule in rules:
+        if rule.megatron not in layers:
+            continue
+        a, b = layers[rule.megatron]
+        # B is sharded as the rows of a weight, A as its columns.
+        a = _gather(rule, a, group) if rule.tp_dim == 1 else a
+        b = _gather(rule, b, group) if rule.tp_dim == 0 else b
+        for name, part in zip(rule.hf, _split(rule, b, gpt.config), strict=True):
+            layer = name.removesuffix(".weight")
+            yield f"{layer}.lora_A.weight", a
+            yield f"{layer}.lora_B.weight", part
 
 
 def _local_name(name: str, parameters: Mapping[str, Any]) -> str:

@@ -284,3 +284,14 @@ def test_truncated_sampling_is_refused_with_its_reason(sampling: dict[str, float
     reason = "" if path == "temperature" else "biases the importance ratio"
     with pytest.raises(ConfigError, match=rf"\$\.actor\.sampling\.{path}: .*{reason}"):
         convert({"sampling": sampling}, ActorConfig, "$.actor")
+
+
+def test_states_are_recorded_with_their_turns_and_never_sent(fakes: ModuleType, renderer: ChatRenderer) -> None:
+    result, _, engine = play(fakes, renderer, [GOES_ON, GOES_ON, OUT_OF_TIME])
+    trajectory = result.trajectory
+    assert [turn.state for turn in trajectory.turns] == ["at 0", "at 1", "at 2"]
+    assert trajectory.bootstrap is not None and trajectory.bootstrap.state == "at 3"
+    for request in engine.requests:
+        assert "at 0" not in renderer.decode(request["input_ids"])
+    limited, _, _ = play(fakes, renderer, [GOES_ON] * 4, limits=replace(LIMITS, max_turns=2))
+    assert limited.trajectory.bootstrap is not None and limited.trajectory.bootstrap.state == "at 2"

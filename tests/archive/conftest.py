@@ -74,6 +74,7 @@ def varied(make_trajectory: Callable[..., Trajectory]) -> Callable[..., Trajecto
                 env_s=1e-3,
                 metrics={"effective": turn / 3, "distance": -1.0},
                 judge={"verdict": "grün", "text": "line\none"} if turn else {},
+                state="P . .\n. O G" if turn else "",
             )
             for turn, row in enumerate(rows)
         )
@@ -87,6 +88,7 @@ def varied(make_trajectory: Callable[..., Trajectory]) -> Callable[..., Trajecto
         prompt = BootstrapPrompt(
             token_ids=np.array([7, *[IMAGE_TOKEN] * 4, 8], np.int32),
             images=(ImageRef(content_hash=closing, grid_thw=(1, 4, 4), start=1, num_tokens=4),),
+            state="after all",
         )
         with_bootstrap = end is not End.TERMINATED
         used = encoded if with_bootstrap else encoded[:count]

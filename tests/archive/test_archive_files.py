@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from vagen.buffer.archive.reader import open_archive
@@ -40,6 +42,30 @@ def test_every_field_of_a_trajectory_has_a_column():
         kinds = getattr(field.type, "__args__", (field.type,))
         expected = {name for kind in kinds if hasattr(kind, "__struct_fields__") for name in kind.__struct_fields__}
         assert {struct.field(i).name for i in range(struct.num_fields)} == expected, column
+
+
+def test_parts_from_before_there_were_states_are_read_and_merged(tmp_path, step_items, archive_of):
+    """As the writer made them then: without the field in turns and bootstrap prompts."""
+    folder = archive_of(steps=1, count=6)
+    (part,) = folder.glob("trajectories-*.parquet")
+    table = pq.read_table(part)
+    for column in ("turns", "bootstrap"):
+        kind = table.schema.field(column).type
+        fields = [field for field in getattr(kind, "value_type", kind) if field.name != "state"]
+        old = pa.list_(pa.struct(fields)) if column == "turns" else pa.struct(fields)
+        values = [_without_state(value) for value in table[column].to_pylist()]
+        table = table.set_column(table.schema.get_field_index(column), column, pa.array(values, old))
+    pq.write_table(table, part)
+    for record in open_archive(folder).iterate():
+        prompt = record.trajectory.bootstrap
+        assert [turn.state for turn in record.trajectory.turns] == [""] * len(record.trajectory.turns)
+        assert prompt is None or prompt.state == ""
+
+
+def _without_state(value):
+    if isinstance(value, list):
+        return [_without_state(item) for item in value]
+    return None if value is None else {key: item for key, item in value.items() if key != "state"}
 
 
 def test_a_step_is_read_in_the_order_of_its_manifest(tmp_path, step_items, plain):

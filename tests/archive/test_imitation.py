@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from vagen.buffer.archive.reader import open_archive
@@ -57,8 +59,8 @@ def imported(tmp_path, png):
     return tmp_path / "imported"
 
 
-def sft(archive, model, out):
-    more = [word for setting in SETTINGS for word in ("--set", setting)]
+def sft(archive, model, out, *settings):
+    more = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
     return run("sft", "--config", "frozenlake", "--archive", archive, "--model", model, "--out", out, *more)
 
 
@@ -84,3 +86,13 @@ def test_tokens_of_another_tokenizer_are_refused(imported, tmp_path):
     assert done.exit_code == 2 and "has tokens of tokenizer" in done.stderr
     done = run("sft", "--config", "frozenlake", "--out", tmp_path / "out", "--model", tmp_path / "model")
     assert done.exit_code == 2 and "expected --archive and --model together" in done.stderr
+
+
+def test_adapters_alone_can_imitate(imported, tmp_path):
+    settings = ("learner.lora.rank=4", "learner.lora.targets=[o_proj]")
+    done = sft(imported, tmp_path / "model", tmp_path / "imitated", *settings)
+    assert done.exit_code == 0, done.output
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "imitated"))
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert moved == {name for name in before if name.startswith("model.") and "o_proj" in name} and moved
+    assert json.loads((tmp_path / "imitated" / "adapter" / "adapter_config.json").read_text())["r"] == 4

@@ -26,8 +26,9 @@ from vagen.learner.loop import Learner
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.model.parallel import parallel_session
 from vagen.learner.model.tiny import save_tiny_model
+from vagen.learner.models import load_models
 from vagen.learner.sources import BufferSource
-from vagen.learner.update import PolicyUpdate, load_models
+from vagen.learner.update import PolicyUpdate
 from vagen.tools.tiny_tokenizer import train_tokenizer
 
 WAIT_S = 120.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,8 @@ def same(a: object, b: object) -> bool:
 
 def test_round_trip_keeps_every_field(make_trajectory):
     trajectory = make_trajectory()
+    turns = (msgspec.structs.replace(trajectory.turns[0], state="the goal is\nnear"),)
+    trajectory = msgspec.structs.replace(trajectory, turns=turns)
     envelope_frame, payload = wire.encode_trajectory(trajectory)
     envelope = wire.decode_envelope(envelope_frame)
     wire.check_payload(envelope, payload)

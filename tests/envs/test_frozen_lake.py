@@ -192,7 +192,9 @@ def test_a_fall_terminates_without_success() -> None:
 def test_observations_of_both_kinds() -> None:
     text, _ = _core(observation="text", instruction="Go.").reset(2)
     assert text.text == "FFHH\nFFFF\nGFFH\nFFFP\nGo." and text.images == ()
+    assert text.state == "FFHH\nFFFF\nGFFH\nFFFP"
     image, _ = _core(cell_pixels=14).reset(2)
+    assert image.state == text.state
     assert image.text == "<image>Move to the goal." and image.images[0].size == (56, 56)
     assert _core(cell_pixels=20, size=6).reset(2)[0].images[0].size == (120, 120)
 

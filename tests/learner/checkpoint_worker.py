@@ -17,7 +17,7 @@ from vagen.learner.model import files
 from vagen.learner.model.checkpoint_io import load_checkpoint, save_checkpoint
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.model.parallel import parallel_session
-from vagen.learner.update import load_models
+from vagen.learner.models import load_models
 
 
 def main(model_dir: Path, folder: CheckpointFolder) -> None:

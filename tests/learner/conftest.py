@@ -25,10 +25,10 @@ from vagen.common.trajectory import (
 )
 from vagen.learner.batching import RowPreparer, prepare_batch
 from vagen.learner.config import LearnerConfig, ModelConfig, OptimizerConfig
-from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.model.parallel import parallel_session
 from vagen.learner.model.tiny import save_tiny_model
-from vagen.learner.update import PolicyUpdate, load_models
+from vagen.learner.models import load_trained
+from vagen.learner.update import PolicyUpdate
 from vagen.tools.tiny_tokenizer import train_tokenizer
 
 SMALL = ModelConfig(
@@ -54,10 +54,18 @@ def make_update(model_dir):
     def make(**changes):
         settings = {"minibatch_rows": 6, "ppo_epochs": 2, "optimizer": OptimizerConfig(warmup_updates=0)}
         config = LearnerConfig(**(settings | changes))
-        model, reference = load_models(model_dir, config)
-        trainer = Trainer(model, AdamOptions())
+        trained = load_trained(model_dir, config)
+        model = trained.policy.model
         forbidden = torch.tensor([model.hf_config.image_token_id])
-        update = PolicyUpdate(model, trainer, config, seed=5, forbidden_token_ids=forbidden, reference=reference)
+        update = PolicyUpdate(
+            model,
+            trained.policy,
+            config,
+            seed=5,
+            forbidden_token_ids=forbidden,
+            reference=trained.reference,
+            critic=trained.critic,
+        )
         return update, model, forbidden
 
     return make

@@ -157,6 +157,7 @@ STATS = SimpleNamespace(
     ),
     grad_norm=0.5,
     lr=1e-4,
+    critic_lr=None,
     entropy=0.4,
     explained_variance=0.3,
     num_updates=1,

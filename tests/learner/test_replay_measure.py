@@ -14,7 +14,8 @@ from vagen.learner.config import LearnerConfig
 from vagen.learner.losses.config import LossConfig
 from vagen.learner.losses.diagnostics import effective_sample_size
 from vagen.learner.model.optimizer import AdamOptions, Trainer
-from vagen.learner.update import _advantage_inputs, load_models
+from vagen.learner.models import load_models
+from vagen.learner.update import _advantage_inputs
 from vagen.tools.replay_measure import Bench
 
 STALE = np.array([1, 3, 4])

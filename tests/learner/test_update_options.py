@@ -16,7 +16,8 @@ from vagen.learner.config import LearnerConfig, OptimizerConfig
 from vagen.learner.losses.config import LossConfig, ReferenceConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.optimizer import AdamOptions, Trainer
-from vagen.learner.update import PolicyUpdate, _advantage_inputs, load_models, score
+from vagen.learner.models import load_models
+from vagen.learner.update import PolicyUpdate, _advantage_inputs, score
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -55,7 +56,7 @@ def test_a_categorical_critic_learns_a_fixed_batch(make_update, batch):
 def test_values_of_a_categorical_critic_are_its_expectations(make_update, batch):
     _, model, _ = make_update(loss=TWO_HOT)
     torch.nn.init.normal_(model.value_head.weight)
-    packed, _ = next(microbatches(batch.rows, batch.images, 10_000))
+    packed, _ = next(iter(microbatches(batch.rows, batch.images, 10_000)))
     with torch.no_grad():
         out = model(packed)
     assert out.value_logits.dtype == torch.float32 and out.value_logits.shape == (batch.num_policy_tokens, 21)

@@ -23,6 +23,17 @@ ERRORS = [
     ("learner.advantage.name=magic", "$.learner.advantage.name: unknown estimator 'magic'"),
     ("learner.advantage.name=trajectory_grpo", "$.actor.group_size: expected int >= 2 for the estimator"),
     ("learner.loss.value_weight=0", "$.learner.loss.value_weight: expected float > 0 for the estimator bi_level_gae,"),
+    (
+        "learner.critic.warmup_steps=80",
+        "$.learner.critic.warmup_steps: expected int < learner.total_steps (80), got 80",
+    ),
+    (
+        "learner.critic={trunk: shared, privileged: true}",
+        "$.learner.critic.trunk: expected separate with privileged true",
+    ),
+    ("learner.lora.targets=[]", "$.learner.lora.targets: expected at least one layer, got []"),
+    ("learner.reference.refresh_every=-1", "$.learner.reference.refresh_every: expected int >= 0, got -1"),
+    ("learner.schedule=step", "$.learner.schedule: "),
     ("actor.reward_placement=turn_start", "$.actor.reward_placement: "),
     ("actor.sampling.top_p=0.95", "$.actor.sampling.top_p: expected 1.0 (truncated sampling"),
     ("actor.concurrency=0", "$.actor.concurrency: expected int >= 1, got 0"),
@@ -83,6 +94,12 @@ def test_error_names_path_value_and_bound(override, message):
 def test_an_estimator_without_a_critic_takes_no_value_loss():
     overrides = ["learner.advantage.name=trajectory_grpo", "actor.group_size=2", "learner.loss.value_weight=0"]
     assert validate_recipe(read_recipe("frozenlake", overrides)).learner.loss.value_weight == 0
+
+
+def test_an_estimator_without_a_critic_trains_none_apart():
+    overrides = ["learner.advantage.name=trajectory_grpo", "actor.group_size=2", "learner.critic.trunk=separate"]
+    with pytest.raises(ConfigError, match=r"learner\.critic: expected no separate critic .*trajectory_grpo"):
+        validate_recipe(read_recipe("frozenlake", overrides))
 
 
 def test_rewards_inside_a_turn_warn_where_earlier_turns_lose_credit(caplog):

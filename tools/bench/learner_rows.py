@@ -19,7 +19,8 @@ from vagen.buffer.archive.reader import open_archive
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import ImageRef, Row
 from vagen.envs.base import encode_png
-from vagen.learner.batching import ImageStore, PreparedRow, RowPreparer
+from vagen.learner.batching import PreparedRow, RowPreparer
+from vagen.learner.images import ImageStore
 
 __all__ = ["BenchRows", "archived_rows", "equal_rows", "prepare", "scripted_rows"]
 

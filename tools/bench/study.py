@@ -32,10 +32,9 @@ from vagen.common.trajectory import Trajectory
 from vagen.learner.batching import RowPreparer, TrainingBatch, prepare_batch
 from vagen.learner.config import LearnerConfig, ModelConfig, SFTConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
-from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import parallel_session
-from vagen.learner.sft import adam_options
-from vagen.learner.update import PolicyUpdate, UpdateStats, load_models
+from vagen.learner.models import load_trained
+from vagen.learner.update import PolicyUpdate, UpdateStats
 from vagen.tools.bench.study_play import Episode, StudyPlayer
 from vagen.tools.bench.study_sampler import StudySampler
 from vagen.tools.evaluate import FIRST_SEED, held_out
@@ -48,6 +47,8 @@ _FORMAT = 1
 """Part of every key: raised when the meaning of a run changes, so that no older result is taken for it."""
 _RECIPE = "frozenlake"
 _STUDY_OVERRIDES = ("learner.optimizer.lr=2.0e-4",)
+_OPTIONS = ("reference", "schedule", "critic", "freeze_vision", "lora")
+_DEFAULT = LearnerConfig()
 _FIRST_TRAINING_SEED = 10_000_000
 _SEEDS_PER_RUN = 1_000_000
 _SLOTS = 128
@@ -112,9 +113,11 @@ def _keys(spec: RunSpec) -> tuple[str, str]:
         learner.advantage,
         learner.loss,
     )
+    # Options that are off by default: results without them keep their keys.
+    more = [(name, getattr(learner, name)) for name in _OPTIONS if getattr(learner, name) != getattr(_DEFAULT, name)]
     sampling = (actor.sampling_params, actor.max_context, actor.group_size)
     plan = msgspec.structs.replace(spec, variant="", overrides=())
-    return _hash([*warm, learner.advantage.turn_discount]), _hash([_FORMAT, plan, *warm, *training, *sampling])
+    return _hash([*warm, learner.advantage.turn_discount]), _hash([_FORMAT, plan, *warm, *training, *sampling, *more])
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,16 +189,18 @@ class StudyTrainer:
         if renderer.vision is None:
             raise ConfigError(f"{model_dir}: the study needs a vision-language model")
         forbidden = renderer.vision.forbidden_token_ids
-        self.model, reference = load_models(model_dir, self.config)
+        trained = load_trained(model_dir, self.config)
+        self.model = trained.policy.model
         self._update = PolicyUpdate(
             self.model,
-            Trainer(self.model, adam_options(self.config.optimizer)),
+            trained.policy,
             self.config,
             seed=spec.seed,
             forbidden_token_ids=torch.tensor(forbidden),
-            reference=reference,
+            reference=trained.reference,
+            critic=trained.critic,
         )
-        self._preparer = RowPreparer.load(model_dir)
+        self._preparer = RowPreparer.load(model_dir, privileged=self.config.critic.privileged)
         engine = EngineConfig(max_running=_SLOTS, max_context=actor.max_context)
         self.sampler = StudySampler(model_dir, renderer, engine, forbidden)
         self._player = StudyPlayer(env, harness, actor, renderer, self.sampler, env.config)

@@ -102,6 +102,7 @@ class _Running:
         self._recorder = Recorder(renderer)
         self._info = Info()
         self._num_turns = 0
+        self._state = ""
         self.prompt: Prompt
         self.end: End | None = None
 
@@ -112,16 +113,18 @@ class _Running:
 
     async def start(self) -> None:
         observation, self._info = self._core.reset(self._episode.seed)
+        self._state = observation.state
         self._harness.start(self._core.system_prompt(), await observation_message(observation))
         self.prompt = self._renderer.render(self._harness.prompt())
 
     async def take(self, generation: Generation) -> None:
         """Play one response."""
-        self._recorder.add_response(self.prompt, generation)
+        self._recorder.add_response(self.prompt, generation, self._state)
         step = self._core.step(self._renderer.decode(generation.token_ids))
         self._recorder.add_outcome(step.parsed, step.reward, step.info.metrics, 0.0)
         self._info = step.info
         self._num_turns += 1
+        self._state = step.observation.state
         if step.terminated:
             self.end = End.TERMINATED
             return
@@ -162,7 +165,7 @@ class _Running:
             turns=self._recorder.turns(),
             rewards=self._recorder.rewards(),
             end=self.end,
-            bootstrap=None if prompt is None else self._recorder.bootstrap(prompt),
+            bootstrap=None if prompt is None else self._recorder.bootstrap(prompt, self._state),
             success=self._info.success,
             metrics=dict(self._info.metrics),
             images=self._recorder.images(prompt),

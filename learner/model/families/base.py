@@ -62,15 +62,17 @@ class ModelFamily:
     `TransformerConfig` fields that are peculiar to the family, from the HF text config. `mrope_section` gives the
     M-RoPE split of half a head (a text model gets one too, as three equal axes are plain RoPE), and `interleaved_mrope`
     how the axes lie in it (see `vagen.common.vision.mrope_axes`). `vision` makes the vision module, from the top-level
-    config; `num_deepstack` counts, from the top-level config, the decoder layers that add features of its inner blocks.
-    `rules` lists the decoder's tensors layer by layer, from (HF text config, tied head). `from_disk` makes an HF tensor
-    of one on disk, from (HF text config, HF name, tensor), where files on the hub hold another layout.
+    config, and `projector` names its parts that project features into the decoder; `num_deepstack` counts, from the
+    top-level config, the decoder layers that add features of its inner blocks. `rules` lists the decoder's tensors
+    layer by layer, from (HF text config, tied head). `from_disk` makes an HF tensor of one on disk, from (HF text
+    config, HF name, tensor), where files on the hub hold another layout.
     """
 
     model_type: str
     text_prefix: str
     vision_prefix: str | None = None
     vision: Callable[[Any], nn.Module] | None = None
+    projector: tuple[str, ...] = ("merger", "deepstack_merger_list")
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
     text_config: Callable[[Any], Any]
     transformer_options: Callable[[Any], dict[str, Any]]

@@ -47,6 +47,7 @@ INTERNVL = ModelFamily(
     text_prefix=_TEXT_PREFIX,
     vision_prefix="model.",
     vision=_vision,
+    projector=("multi_modal_projector",),
     disk_prefixes={
         _TEXT_PREFIX: "language_model.model.",
         "lm_head.": "language_model.lm_head.",

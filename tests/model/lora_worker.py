@@ -1,0 +1,62 @@
+"""One rank of the tensor-parallel test of `test_model_lora.py`, started by torchrun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from vagen.learner.model import parallel
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import PackedBatch
+from vagen.learner.model.checkpoint_io import load_checkpoint, save_checkpoint
+from vagen.learner.model.gpt import ModelOptions
+from vagen.learner.model.lora import AdapterOptions
+from vagen.learner.model.optimizer import AdamOptions, Trainer
+
+OPTIONS = ModelOptions(adapter=AdapterOptions(rank=4, alpha=16.0))
+ADAM = AdamOptions(eps=1e-3, weight_decay=0.1, clip_grad=0.5)
+
+
+def train_steps(trainer: Trainer, batch: PackedBatch, count: int) -> list[float]:
+    """Gradient norms of some steps."""
+    norms = []
+    for _ in range(count):
+        trainer.zero_grad()
+        out = trainer.forward(batch)
+        trainer.backward((out.logprobs.sum() + (out.values - 1).square().sum()) / 24)
+        norms.append(trainer.step(1e-2).grad_norm)
+    return norms
+
+
+def run(work: Path, batch: PackedBatch) -> dict[str, Any]:
+    """Everything that must not depend on the number of ranks; saves `own-N`, loads `foreign` of one rank."""
+    model = VisionLanguageActorCritic.load_hf(work / "vl", OPTIONS).train()
+    trainer = Trainer(model, ADAM)
+    size = parallel.topology().tp_size
+    result: dict[str, Any] = {"norms": train_steps(trainer, batch, 3), "merged": model.export_hf_state()}
+    save_checkpoint(work / f"own-{size}", model, trainer, {})
+    model.save_hf(work / f"saved-{size}")
+    result["adapter"] = load_file(work / f"saved-{size}" / "adapter" / "adapter_model.safetensors")
+    if not (work / "foreign").exists():
+        save_checkpoint(work / "foreign", model, trainer, {})
+    load_checkpoint(work / "foreign", model, trainer)
+    result["resumed"] = model.export_hf_state()
+    result["resumed_norms"] = train_steps(trainer, batch, 2)
+    return result
+
+
+def main(work: Path) -> None:
+    torch.set_num_threads(1)
+    batch: PackedBatch = torch.load(work / "batch.pt", weights_only=False)
+    with parallel.parallel_session(tensor_parallel_size=2, timeout_s=60) as place:
+        result = run(work, batch)
+        if place.rank == 0:
+            torch.save(result, work / "result.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
