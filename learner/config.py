@@ -52,6 +52,9 @@ class BroadcastConfig(Section, frozen=True, kw_only=True):
 
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What becomes of running requests: computed anew under the new weights, kept with their old KV cache, or ended."""
+    broadcast_topology: Literal["star", "group"] = "star"
+    """A process group for each engine, so that one that is lost costs the others nothing; or one for all, in which each
+    byte leaves the learner once. In a group, what blocks in a step has a fifth of the time-out."""
     bucket_bytes: PositiveInt = 512 << 20
     broadcast_timeout_s: PositiveFloat = 20.0
     """What a dead or hung engine costs a publish at most."""

@@ -51,6 +51,8 @@ class InitGroupBody(Body):
     world_size: int
     group_name: str = "weight_update_group"
     backend: Literal["gloo", "nccl"] = "nccl"
+    timeout_s: float | None = None
+    """Not in SGLang: bounds the waits of this group where it is less than `engine.broadcast_timeout_s`."""
 
 
 class DestroyGroupBody(Body):

@@ -17,6 +17,7 @@ import asyncio
 import functools
 import hmac
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -70,7 +71,7 @@ class EngineServer:
         self._config = config
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._receiver = WeightReceiver(model.hf, is_tied=model.is_tied, timeout_s=config.broadcast_timeout_s)
+        self._receiver = WeightReceiver(model.hf, is_tied=model.is_tied)
         self._admin = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._engine = Engine(
             model,
@@ -212,6 +213,7 @@ class EngineServer:
                 rank=body.rank_offset,
                 world_size=body.world_size,
                 backend=body.backend,
+                timeout_s=min(body.timeout_s or math.inf, self._config.broadcast_timeout_s),
             )
         )
         return {}

@@ -108,28 +108,32 @@ def _within(timeout_s: float, join: Callable[[], ProcessGroup]) -> ProcessGroup:
 class WeightReceiver:
     """Receives weights into a staging area."""
 
-    def __init__(self, model: nn.Module, *, is_tied: bool, timeout_s: float) -> None:
+    def __init__(self, model: nn.Module, *, is_tied: bool) -> None:
         self._parameters = {engine_name(name): parameter for name, parameter in model.named_parameters()}
         self._is_tied = is_tied
-        self._timeout_s = timeout_s
         self._groups: dict[str, ProcessGroup] = {}
         self._staged: StagedWeights | None = None
         self._spare: list[Tensor] = []
         """uint8 buffers of the update applied last."""
 
-    def init_group(self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
-        """Join the trainer's group. Raises WeightUpdateError when it does not come within the time-out."""
+    def init_group(
+        self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float
+    ) -> None:
+        """Join the trainer's group, whose waits `timeout_s` bounds.
+
+        Raises WeightUpdateError when it does not come by then.
+        """
         if name in self._groups:
             raise WeightUpdateError(f"group_name: {name} exists; destroy it first")
         while len(self._groups) >= _MAX_GROUPS:
             self.destroy_group(next(iter(self._groups)))
 
         def join() -> ProcessGroup:
-            store = connect_store(host, port, self._timeout_s)
-            return join_group(store, name, rank=rank, world_size=world_size, backend=backend, timeout_s=self._timeout_s)
+            store = connect_store(host, port, timeout_s)
+            return join_group(store, name, rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
 
         try:
-            self._groups[name] = _within(self._timeout_s, join)
+            self._groups[name] = _within(timeout_s, join)
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise WeightUpdateError(f"group {name} at {host}:{port}: {error}") from error
         logger.info("joined group %s at %s:%d as %d of %d", name, host, port, rank, world_size)

@@ -73,7 +73,9 @@ def test_a_refused_update_leaves_the_engine_as_it_was_and_running(engines, lab, 
 
 
 def test_weights_that_arrive_changed_are_not_counted(engines, lab, broadcaster, monkeypatch):
-    monkeypatch.setattr("vagen.learner.broadcast.flatten_bucket", lambda tensors: flatten_with_one_bit_wrong(tensors))
+    monkeypatch.setattr(
+        "vagen.learner.weight_buckets.flatten_bucket", lambda tensors: flatten_with_one_bit_wrong(tensors)
+    )
     _, weights = lab.new_weights(engines[0])
     report = broadcaster.publish(weights, 40, [engines[0].url])
     assert "tensors differ" in report.failed[engines[0].url]

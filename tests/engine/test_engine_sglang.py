@@ -21,12 +21,17 @@ def engines(start_sglang, tiny_model):
     return [start_sglang(*tiny_model), start_sglang(*tiny_model, "--tp-size", "2")]
 
 
-@pytest.fixture(scope="module")
-def config(lab):
+@pytest.fixture
+def topology():
+    """Overridden by the test that holds in both."""
+    return "star"
+
+
+@pytest.fixture
+def config(lab, topology):
     """In several buckets."""
-    return BroadcastConfig(
-        broadcast_timeout_s=60.0, bucket_bytes=100_000, api_key=lab.api_key, admin_api_key=lab.admin_key
-    )
+    keys = {"api_key": lab.api_key, "admin_api_key": lab.admin_key}
+    return BroadcastConfig(broadcast_topology=topology, broadcast_timeout_s=60.0, bucket_bytes=100_000, **keys)
 
 
 @pytest.fixture
@@ -82,6 +87,7 @@ def assert_goes_on(engine, lab, config, broadcaster):
     assert mismatch(engine, lab, config, model, version) < MISMATCH
 
 
+@pytest.mark.parametrize("topology", ["star", "group"])
 def test_a_publish_reaches_one_and_two_ranks_at_once(engines, lab, config, broadcaster):
     for _ in range(2):
         version = next_version(engines)
@@ -99,7 +105,7 @@ def test_a_bit_that_changed_on_the_way_is_noticed(engines, lab, config, broadcas
 
     engine = engines[index]
     with monkeypatch.context() as patch:
-        patch.setattr("vagen.learner.broadcast.flatten_bucket", flatten_with_one_bit_wrong)
+        patch.setattr("vagen.learner.weight_buckets.flatten_bucket", flatten_with_one_bit_wrong)
         report = broadcaster.publish(lab.weights(engine.perturbed(0.05)), next_version([engine]), [engine.url])
     assert "tensors differ" in report.failed[engine.url]
     assert_goes_on(engine, lab, config, broadcaster)

@@ -1,4 +1,7 @@
-"""A publish through the real store of which one side is stopped or killed at each step; engines that join and leave."""
+"""A publish through the real store of which one side is stopped or killed at each step; engines that join and leave.
+
+In topology group the survivors begin anew without the lost engine, and have the new version within the same bound.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ TRAINER_POINTS = (
     "/continue_generation",
 )
 FAST = ((RECEIVING, signal.SIGSTOP), ("/pause_generation", signal.SIGKILL))
+TOPOLOGIES = ["star", "group"]
 
 
 def faults(points):
@@ -45,8 +49,15 @@ def faults(points):
 
 
 @pytest.fixture
-def fleet(valkey, lab):
-    made = lab.fleet(valkey.url, BroadcastConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=30_000))
+def topology():
+    """Overridden by the tests that hold in both."""
+    return "star"
+
+
+@pytest.fixture
+def fleet(valkey, lab, topology):
+    config = BroadcastConfig(broadcast_topology=topology, broadcast_timeout_s=TIMEOUT_S, bucket_bytes=30_000)
+    made = lab.fleet(valkey.url, config)
     yield made
     made.publisher.close()
 
@@ -61,6 +72,7 @@ def paused_seconds(engines):
     return [engine.metric("vagen_engine_paused_seconds_total") for engine in engines]
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize(("point", "number"), faults(ENGINE_POINTS))
 def test_a_lost_engine_costs_the_time_out_and_rejoins_by_checksum(engines, lab, fleet, start_engines, point, number):
     *survivors, victim = engines
@@ -139,7 +151,7 @@ def test_weights_that_arrive_changed_give_no_traffic(engines, lab, fleet, monkey
     fleet.announce(engine)
     _, weights = lab.new_weights(engine)
     with monkeypatch.context() as broken:
-        broken.setattr("vagen.learner.broadcast.flatten_bucket", flatten_with_one_bit_wrong)
+        broken.setattr("vagen.learner.weight_buckets.flatten_bucket", flatten_with_one_bit_wrong)
         published = fleet.publisher.publish(weights, 0)
         assert "tensors differ" in published.report.failed[engine.url]
         assert fleet.serving() == {}
@@ -153,6 +165,7 @@ def flatten_with_one_bit_wrong(tensors):
     return flat
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_engines_join_and_leave_without_pausing_others(engines, lab, fleet, start_engines):
     """Three members generate all the time while a fourth joins, is lost sight of, leaves, and is stopped."""
     (joiner,) = start_engines(1, **LIMITS)
@@ -180,3 +193,29 @@ def test_engines_join_and_leave_without_pausing_others(engines, lab, fleet, star
     os.kill(joiner.process.pid, signal.SIGSTOP)
     published = fleet.publisher.publish(weights, 1)
     assert set(published.report.ok) == urls and not published.report.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["group"])
+def test_two_engines_lost_at_different_steps_leave_the_third_served(engines, lab, fleet, topology):
+    survivor, *victims = engines
+    fleet.announce(*engines)
+    model, weights = lab.new_weights(survivor)
+    assert not fleet.publisher.publish(weights, 0).report.failed
+    model, weights = lab.new_weights(survivor)
+    for victim, point in zip(victims, ("/pause_generation", RECEIVING), strict=True):
+        victim.arm(point, signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        report = fleet.publisher.publish(weights, 1).report
+        assert time.monotonic() - start < TIMEOUT_S + MARGIN_S
+        assert report.ok == (survivor.url,) and set(report.failed) == {victim.url for victim in victims}
+        lab.assert_serves(survivor, model, fleet.publisher.version)
+    finally:
+        for victim in victims:
+            os.kill(victim.process.pid, signal.SIGCONT)
+    fleet.announce(*engines)
+    for victim in victims:
+        fleet.join(victim)
+        lab.assert_serves(victim, model, fleet.publisher.version)
+    assert not fleet.publisher.publish(weights, 2).report.failed

@@ -39,9 +39,16 @@ def local(start_engines, lab):
 
 
 @pytest.fixture
-def fleet(valkey, lab):
+def topology():
+    """Overridden by the test that holds in both."""
+    return "star"
+
+
+@pytest.fixture
+def fleet(valkey, lab, topology):
     keys = {"api_key": lab.api_key, "admin_api_key": lab.admin_key}
-    made = lab.fleet(valkey.url, BroadcastConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=30_000, **keys))
+    config = BroadcastConfig(broadcast_topology=topology, broadcast_timeout_s=TIMEOUT_S, bucket_bytes=30_000, **keys)
+    made = lab.fleet(valkey.url, config)
     yield made
     made.publisher.close()
 
@@ -99,6 +106,7 @@ def test_a_lost_sglang_costs_the_time_out_and_rejoins_by_checksum(
     lab.assert_serves(victim, model, fleet.publisher.version)
 
 
+@pytest.mark.parametrize("topology", ["star", "group"])
 def test_sglang_serves_the_new_version_while_another_hangs(start_sglang, tiny_model, lab, fleet, local, behind_proxy):
     victim, proxy = behind_proxy(local)
     try:

@@ -15,8 +15,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from vagen.actor.local_engine.weights import engine_name
-from vagen.learner import broadcast as publishing
-from vagen.learner import engine_links
+from vagen.learner import engine_links, weight_buckets
+from vagen.learner.broadcast import Broadcaster
 from vagen.learner.config import BroadcastConfig
 
 
@@ -32,8 +32,8 @@ if __name__ == "__main__":
     if point == "joining":
         engine_links.join_group = never
     if point == "receiving":
-        sends = [publishing.broadcast] * (int(number) - 1) + [never]
-        publishing.broadcast = lambda group, tensor: sends.pop(0)(group, tensor)
+        sends = [weight_buckets.broadcast] * (int(number) - 1) + [never]
+        weight_buckets.broadcast = lambda group, tensor: sends.pop(0)(group, tensor)
     tensors = load_file(Path(folder) / "model.safetensors")
     changed = [(engine_name(name), tensor + 1) for name, tensor in tensors.items()]
     config = BroadcastConfig(
@@ -42,4 +42,4 @@ if __name__ == "__main__":
         broadcast_timeout_s=120.0,
         **dict(zip(("api_key", "admin_api_key"), keys, strict=False)),
     )
-    publishing.Broadcaster(config).publish(changed, 7, [url])
+    Broadcaster(config).publish(changed, 7, [url])

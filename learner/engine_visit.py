@@ -1,0 +1,134 @@
+"""One engine in one publish: the calls that are made to it, and what is known of it between them.
+
+Owns no order among engines and moves no bytes: `vagen.learner.broadcast` visits each engine alone,
+`vagen.learner.group_publish` several together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+from vagen.common.engines import INCOMPLETE_VERSION
+from vagen.common.errors import BroadcastError, EngineRefusedError
+from vagen.learner.config import BroadcastConfig
+from vagen.learner.engine_checksums import can_compare, require_equal
+from vagen.learner.engine_control import EngineControl
+from vagen.learner.engine_links import LinkPlan, num_ranks
+from vagen.learner.weight_buckets import Delivery
+
+__all__ = ["EngineVisit"]
+
+
+class EngineVisit:
+    """The steps of a publish to one engine. They raise EngineError, BroadcastError or RuntimeError."""
+
+    def __init__(self, engine: EngineControl, delivery: Delivery, config: BroadcastConfig) -> None:
+        self.engine = engine
+        self.stage = "server_info"
+        """What is being done, for the reason of a failure."""
+        self.info: Mapping[str, Any] = {}
+        """`/server_info`, once `inform` has asked for it."""
+        self.stall_s = self.transfer_s = 0.0
+        self._delivery = delivery
+        self._config = config
+        self._asked_to_pause_at: float | None = None
+        self._began_at: float | None = None
+
+    async def bounded(self, start: float, share: float, work: Coroutine[Any, Any, None]) -> str | None:
+        """Run `work` until `share` of the time-out has passed since `start`.
+
+        Stage and reason of the failure, or None.
+        """
+        bound = share * self._config.broadcast_timeout_s
+        try:
+            async with asyncio.timeout_at(start + bound):
+                await work
+        except TimeoutError:
+            return f"{self.stage}: not finished {bound:.1f} s after the start"
+        except RuntimeError as error:  # EngineError, and what torch raises for stores and groups
+            return f"{self.stage}: {error}"
+        return None
+
+    async def inform(self) -> None:
+        """Learn what the engine is."""
+        self.stage = "server_info"
+        self.info = await self.engine.get("/server_info")
+        num_ranks(self.engine.url, self.info)  # raises EngineError for layouts that cannot be served
+
+    async def join(self, plan: LinkPlan) -> None:
+        """Have it join a group, which must be joined here at the same time, and leave those that have ended."""
+        self.stage = "group"
+        for name in plan.abandoned[self.engine.url]:
+            with suppress(EngineRefusedError):  # it has left by itself
+                await self.engine.post("/destroy_weights_update_group", {"group_name": name})
+        await self.engine.post("/init_weights_update_group", plan.requests[self.engine.url])
+
+    async def pause(self) -> None:
+        """Stop its generation."""
+        self.stage = "pause"
+        self._asked_to_pause_at = self._asked_to_pause_at or time.monotonic()
+        await self.engine.post("/pause_generation", {"mode": self._config.pause_mode})
+
+    async def begin(self) -> None:
+        """Open an update; one that a publish before this left open is closed first."""
+        self.stage = "begin"
+        try:
+            await self.engine.post("/begin_weight_update")
+        except EngineRefusedError:
+            # SGLang keeps an update open until it is ended, whoever began it.
+            await self.engine.post("/end_weight_update")
+            await self.engine.post("/begin_weight_update")
+        self._began_at = time.monotonic()
+
+    async def announce(self, index: int, group_name: str) -> None:
+        """Have it receive a bucket, which must be broadcast at the same time."""
+        buckets = self._delivery.buckets
+        self.stage = f"bucket {index + 1} of {len(buckets)}"
+        is_last = index == len(buckets) - 1
+        announcement = {
+            **buckets.describe(index),
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            # Before the last bucket the engine's weights are of no version.
+            "weight_version": self._delivery.version if is_last else None,
+            "flush_cache": is_last and self._config.pause_mode != "in_place",
+        }
+        await self.engine.post("/update_weights_from_distributed", announcement)
+
+    async def end(self) -> None:
+        """Close the update."""
+        assert self._began_at is not None
+        self.transfer_s = time.monotonic() - self._began_at
+        self.stage = "end"
+        self._delivery.checksums()
+        await self.engine.post("/end_weight_update")
+
+    async def resume(self, failure: str | None) -> None:
+        """Let the engine go on, whatever happened after it was asked to pause."""
+        if self._asked_to_pause_at is None:
+            return
+        if failure is None:
+            self.stage = "continue"
+        elif self._began_at is not None and self.info.get("kind") != "local":
+            # SGLang has no staging: what it samples until the next publish is of no policy version.
+            version = {"new_version": INCOMPLETE_VERSION, "abort_all_requests": False}
+            await self.engine.post("/update_weight_version", version)
+        await self.engine.post("/continue_generation")
+        self.stall_s = time.monotonic() - self._asked_to_pause_at
+
+    async def verify(self) -> None:
+        """Raise BroadcastError unless the engine has exactly these weights under this version."""
+        self.stage = "checksum"
+        delivery = self._delivery
+        version = (await self.engine.get("/model_info")).get("weight_version")
+        if version != delivery.version:
+            raise BroadcastError(f"the engine reports version {version} instead of {delivery.version}")
+        answer = await self.engine.post("/weights_checker", {"action": "checksum"})
+        ours = await asyncio.shield(delivery.checksums())
+        if can_compare(self.info):
+            comparing = delivery.threads.submit(require_equal, self.info, answer, delivery.buckets.tensors, ours)
+            await asyncio.wrap_future(comparing)

@@ -1,0 +1,122 @@
+"""What one publish brings to engines: the tensors in buckets, their checksums, and the sending of a bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from vagen.common.weight_transfer import broadcast, dtype_name, flatten_bucket, joined_bytes, tensor_checksum
+from vagen.learner.engine_links import Link
+
+__all__ = ["Buckets", "Delivery"]
+
+
+class Delivery:
+    """What all engines of one publish get, and what its parts share."""
+
+    def __init__(self, version: str, buckets: Buckets, threads: ThreadPoolExecutor) -> None:
+        self.version = version
+        self.buckets = buckets
+        self.threads = threads
+        self._checksums: asyncio.Future[dict[str, str]] | None = None
+
+    def checksums(self) -> asyncio.Future[dict[str, str]]:
+        """Of the tensors, by engine name. The first call begins to compute them.
+
+        Nobody calls before an engine has received everything: hashing would take processor and memory from the
+        transfer, while the engine's own hash, which is waited for as well, runs at the same time.
+        """
+        if self._checksums is None:
+            tensors = self.buckets.tensors
+            hashing = self.threads.submit(lambda: {name: tensor_checksum(tensor) for name, tensor in tensors})
+            self._checksums = asyncio.wrap_future(hashing)
+        return self._checksums
+
+    def sending(self, link: Link, index: int) -> Callable[[], None]:
+        """Broadcasts a bucket in a group; blocks."""
+
+        def send() -> None:
+            flat = self.buckets.get(index)
+            self.threads.submit(self.buckets.prepare, index + 1)
+            broadcast(link.group, flat if link.backend == "nccl" else flat.cpu())
+
+        return send
+
+
+class Buckets:
+    """The tensors in flattened buckets, made when the first engine wants one and freed after the last has had it.
+
+    Tensors that lie one after the other in memory, as those of a snapshot, are a bucket already.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int, num_consumers: int) -> None:
+        self.tensors = tensors
+        self._members = _partition(tensors, bucket_bytes)
+        self._announcements = [_announcement(members) for members in self._members]
+        self._locks = [threading.Lock() for _ in self._members]
+        self._flat: dict[int, Tensor] = {}
+        self._left = [num_consumers] * len(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the tensors are on a GPU."""
+        return self._members[0][0][1].is_cuda
+
+    def describe(self, index: int) -> Mapping[str, Any]:
+        """Names, dtypes and shapes of a bucket, as an engine wants them announced."""
+        return self._announcements[index]
+
+    def get(self, index: int) -> Tensor:
+        """uint8 [bytes of the bucket]; any thread."""
+        with self._locks[index]:
+            if index not in self._flat:
+                members = [tensor for _, tensor in self._members[index]]
+                joined = joined_bytes(members)
+                self._flat[index] = flatten_bucket(members) if joined is None else joined
+            return self._flat[index]
+
+    def prepare(self, index: int) -> None:
+        """Make a bucket, if there is one of that number, while the one before it is on the wire; any thread."""
+        if index < len(self) and self._left[index] > 0:
+            self.get(index)
+
+    def release(self, index: int) -> None:
+        """One engine needs this bucket no more."""
+        with self._locks[index]:
+            self._left[index] -= 1
+            if self._left[index] <= 0:
+                self._flat.pop(index, None)
+
+    def skip_from(self, index: int) -> None:
+        """One engine will not come for the buckets from `index` on."""
+        for skipped in range(index, len(self)):
+            self.release(skipped)
+
+
+def _partition(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> list[list[tuple[str, Tensor]]]:
+    """Consecutive tensors of at most `bucket_bytes`; a larger one is a bucket of its own."""
+    buckets: list[list[tuple[str, Tensor]]] = []
+    room = 0
+    for name, tensor in tensors:
+        if not buckets or tensor.nbytes > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append((name, tensor))
+        room -= tensor.nbytes
+    return buckets
+
+
+def _announcement(members: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    return {
+        "names": [name for name, _ in members],
+        "dtypes": [dtype_name(tensor.dtype) for _, tensor in members],
+        "shapes": [list(tensor.shape) for _, tensor in members],
+    }
