@@ -112,7 +112,7 @@ def _run(
     config: str | None,
     overrides: list[str],
 ) -> None:
-    from vagen.actor.engines.roster import check_engine_url
+    from vagen.actor.engines.roster import Roster, check_engine_url
     from vagen.actor.service import ActorOptions, ActorSections, serve
     from vagen.common.errors import ConfigError
     from vagen.common.logging import setup_logging
@@ -122,12 +122,15 @@ def _run(
         actor = recipe.get("actor") or {}
         recipe["actor"] = actor | {"engines": (actor.get("engines") or {}) | {"file": str(engines_file)}}
     sections = ActorSections.of(recipe)
-    if not engines and sections.actor.engines.file is None:
+    listed = sections.actor.engines.file or sections.actor.engines.router_url
+    if not engines and listed is None:
         engines = ["local"]
-    if "local" in engines and (len(engines) > 1 or sections.actor.engines.file is not None):
+    if "local" in engines and (len(engines) > 1 or listed is not None):
         raise ConfigError("--engine local: expected no other engine beside the actor's own")
     if engines != ["local"]:
         engines = [check_engine_url(url, "--engine", "http://HOST:PORT or local") for url in engines]
+        if sections.actor.engines.router_url is None:
+            asyncio.run(Roster(engines, sections.actor.engines.file).read())
     folder = run_dir or Path("runs") / sections.run.name
     options = ActorOptions(
         engines=engines,

@@ -18,6 +18,7 @@ import xxhash
 
 from vagen.actor.child_engine import child_engine
 from vagen.actor.config import ActorConfig, EnvSection, HarnessConfig
+from vagen.actor.engines.http import EngineHttp
 from vagen.actor.engines.pool import EnginePool
 from vagen.actor.engines.roster import Roster
 from vagen.actor.loop import ActorLoop
@@ -107,8 +108,9 @@ async def serve(options: ActorOptions, sections: ActorSections) -> None:
         )
         async with _serving(sender, config.connect_timeout_s):
             async with _engine_urls(options) as urls:
+                router = config.engines.router_url
                 engines = EnginePool(
-                    Roster(urls, config.engines.file),
+                    Roster(urls, config.engines.file, EngineHttp(router, config.engine_api_key) if router else None),
                     renderer,
                     config.engines,
                     metrics,

@@ -12,6 +12,7 @@ import msgspec
 import redis
 from msgspec import structs
 
+from vagen.buffer import admission
 from vagen.buffer.accounting import (
     Accounting,
     BufferStatus,
@@ -35,6 +36,8 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the announcement ends, by this machine's clock."""
     policy_version: int | None
     """Of its weights; None while it takes no traffic."""
+    is_late: bool = False
+    """Its weights are so old that no new episode may be played on it."""
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +73,8 @@ def read_overview(client: redis.Redis, keys: Keys) -> Overview:
 def add_overviews(parts: Sequence[Overview]) -> Overview:
     """Several shards as one: sums, the settings marked where they differ, and each engine once with its longest lease.
 
-    Of an engine that several shards announce the lowest version counts; it takes no traffic where one says so.
+    Of an engine that several shards announce the lowest version counts; it takes no traffic, or is late, where one says
+    so.
     """
     units: Counter[int] = Counter()
     engines: dict[str, EngineView] = {}
@@ -81,7 +85,8 @@ def add_overviews(parts: Sequence[Overview]) -> Overview:
             versions = (known.policy_version, engine.policy_version)
             lowest = None if None in versions else min(v for v in versions if v is not None)
             longest = max(known.lease_s, engine.lease_s)
-            engines[engine.url] = structs.replace(known, lease_s=longest, policy_version=lowest)
+            late = known.is_late or engine.is_late
+            engines[engine.url] = structs.replace(known, lease_s=longest, policy_version=lowest, is_late=late)
     return Overview(
         at=parts[-1].at,
         accounting=add_accountings([part.accounting for part in parts]),
@@ -108,16 +113,18 @@ def _counts(overview: Overview) -> dict[str, int]:
 def _read_engines(client: redis.Redis, keys: Keys) -> list[EngineView]:
     pipe: Any = client.pipeline(transaction=True)
     pipe.hgetall(keys[Key.ENGINES])
-    pipe.hgetall(keys[Key.ADMITTED])
     pipe.zrange(keys[Key.ENGINE_LEASES], 0, -1, withscores=True)
-    announced, admitted, leases = pipe.execute()
+    admission.queue_engines(pipe, keys)
+    announced, leases, *replies = pipe.execute()
+    admitted = {engine.url: engine for engine in admission.parse_engines(replies)}
     now = time.time()
     return [
         EngineView(
             url=url.decode(),
             kind=json.loads(announced[url])["kind"],
             lease_s=max(0.0, float(end) - now),
-            policy_version=json.loads(admitted[url])["version"] if url in admitted else None,
+            policy_version=admitted[url.decode()].policy_version if url.decode() in admitted else None,
+            is_late=url.decode() in admitted and admitted[url.decode()].is_late,
         )
         for url, end in sorted((url, end) for url, end in leases)
         if url in announced

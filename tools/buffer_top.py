@@ -200,6 +200,7 @@ def _members_panel(overview: Overview) -> Panel:
         table.add_row(f"{len(actors) - _MAX_ROWS} more actors", "", "", "")
     for engine in engines[:_MAX_ROWS]:
         state = "takes no traffic" if engine.policy_version is None else f"version {engine.policy_version}"
+        state += ", late" if engine.is_late else ""
         table.add_row(f"engine {printable(engine.url, 60)}", f"{state}, {printable(engine.kind, 20)}", "", "")
     if len(engines) > _MAX_ROWS:
         table.add_row(f"{len(engines) - _MAX_ROWS} more engines", "", "", "")

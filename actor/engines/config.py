@@ -10,6 +10,8 @@ class EnginesConfig(Section, frozen=True, kw_only=True):
 
     file: str | None = None
     """A list of engines, one URL a line, read again every `probe_s` and at SIGHUP: engines join and leave with it."""
+    router_url: str | None = None
+    """SGLang's router: generation goes through it, and the engines are those that it lists, followed as `file` is."""
     request_timeout_s: float = 60.0
     """For one request to one engine; the response is then asked for elsewhere, within `actor.engine_timeout_s`."""
     probe_s: float = 1.0
@@ -19,7 +21,8 @@ class EnginesConfig(Section, frozen=True, kw_only=True):
     """Failed probes and requests in a row that put an engine into quarantine."""
     quarantine_s: float = 1.0
     """Of the first time; doubles with each until an answer to a request ends the series."""
-    quarantine_max_s: float = 30.0
+    quarantine_max_s: float = 10.0
+    """Also the longest time after which an engine of the list that was not there yet is seen."""
     min_in_flight: int = 1
     """Requests of this actor that an engine gets at least, whatever its load."""
     max_in_flight: int = 256
@@ -30,6 +33,12 @@ class EnginesConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("request_timeout_s", "probe_s", "probe_timeout_s", "quarantine_s"):
             require(getattr(self, name) > 0, f"actor.engines.{name}", getattr(self, name), "float > 0")
+        require(
+            self.router_url is None or self.file is None,
+            "actor.engines.router_url",
+            self.router_url,
+            "no router_url beside file: the router lists its engines",
+        )
         require(self.failures >= 1, "actor.engines.failures", self.failures, "int >= 1")
         require(self.min_in_flight >= 1, "actor.engines.min_in_flight", self.min_in_flight, "int >= 1")
         require(

@@ -54,6 +54,7 @@ class EpisodeClient:
         avoid: Member | None = None
         for request in itertools.count():
             member = await self._pool.acquire(self._home, avoid, deadline)
+            identity = member.identity
             try:
                 piece = await self._ask(member, prompt, partial, sampling, f"{rid}.{request}", deadline)
             except EngineRefusedError:
@@ -69,6 +70,7 @@ class EpisodeClient:
                     await back_off(failures, deadline, f"{member.url}: unreachable")
                 continue
             reason = partial.add(piece)
+            self._identity = self._identity or identity
             self._note_answer(member, reason)
             if reason != "abort":
                 return Generation.of(partial, reason, time.monotonic() - started)
@@ -82,15 +84,21 @@ class EpisodeClient:
         self, member: Member, prompt: Prompt, partial: Partial, sampling: SamplingParams, rid: str, deadline: float
     ) -> Piece:
         """One request, in the slot that was acquired for it. Ends early when the engine does not answer its probes."""
-        exchange, is_answered = member.exchange, False
-        exchange.check_prompt(prompt)
+        is_answered = False
         timeout_s = min(self._pool.config.request_timeout_s, max(0.001, deadline - time.monotonic()))
-        request = exchange.send(
-            prompt, partial, sampling=sampling, rid=rid, timeout_s=timeout_s, oldest_version=member.version
+        request = member.exchange.send(
+            prompt,
+            partial,
+            sampling=sampling,
+            rid=rid,
+            timeout_s=timeout_s,
+            oldest_version=self._pool.oldest_version(member),
         )
         sending, losing = asyncio.ensure_future(request), asyncio.ensure_future(member.lost.wait())
         try:
             await asyncio.wait({sending, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if member.is_routed:
+                await asyncio.wait({sending})  # it may be with any engine
             if not sending.done():
                 raise EngineUnavailableError(f"{member.url}: does not answer its probes")
             piece = sending.result()
@@ -105,8 +113,6 @@ class EpisodeClient:
 
     def _note_answer(self, member: Member, reason: FinishReason) -> None:
         member.note_answer()
-        if self._identity is None:
-            self._identity = member.identity
         if self._home not in (None, member):
             self._pool.metrics.count("vagen_actor_engine_moves_total", engine=member.url)
         self._home = member

@@ -86,13 +86,6 @@ class Exchange:
         self.http = http
         self._renderer = renderer
 
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Engines hang on surplus placeholders and silently ignore surplus images: neither may be sent."""
-        vision = self._renderer.vision
-        found = prompt.token_ids.count(vision.image_token_id) if vision else 0
-        if found != len(prompt.pictures):
-            raise EngineRefusedError(f"prompt has {found} image placeholders and {len(prompt.pictures)} images")
-
     async def send(
         self,
         prompt: Prompt,
@@ -108,12 +101,20 @@ class Exchange:
         Raises an `EngineError`, also for tokens of a version below `oldest_version`, which the engine cannot have
         unless it was restarted.
         """
+        self._check_prompt(prompt)
         body = self._body(prompt, partial, sampling, rid)
         answer = self.http.decode(await self.http.call("POST", "/generate", body, timeout_s), _Answer)
         piece = self._check(answer, partial.missing, oldest_version)
         if piece.finish_reason != "abort" and not (partial.token_ids or piece.token_ids):
             raise EngineError(f"{self.http.url}: a response without tokens (finish reason {piece.finish_reason})")
         return piece
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        """Engines hang on surplus placeholders and silently ignore surplus images: neither may be sent."""
+        vision = self._renderer.vision
+        found = prompt.token_ids.count(vision.image_token_id) if vision else 0
+        if found != len(prompt.pictures):
+            raise EngineRefusedError(f"prompt has {found} image placeholders and {len(prompt.pictures)} images")
 
     def _body(self, prompt: Prompt, partial: Partial, sampling: SamplingParams, rid: str) -> dict[str, Any]:
         body: dict[str, Any] = {

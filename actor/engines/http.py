@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 SIDE_CALL_TIMEOUT_S = 5.0
 """For calls that generate nothing."""
 _CONNECT_TIMEOUT_S = 5.0
+_BUSY = (408, 429)
+"""Of SGLang's router: it waited too long for an engine, or its queue is full."""
 
 A = TypeVar("A")
 
@@ -36,8 +38,8 @@ class EngineHttp:
     ) -> bytes:
         """Body of the answer.
 
-        Raises `EngineUnavailableError` when there is none within `timeout_s` or it is a 5xx, `EngineRefusedError` for
-        a 4xx.
+        Raises `EngineUnavailableError` when there is none within `timeout_s` or it is a 5xx or says that it is busy,
+        `EngineRefusedError` for another 4xx.
         """
         if self._session is None:
             # The number of episodes is the bound on connections.
@@ -53,7 +55,8 @@ class EngineHttp:
             raise EngineUnavailableError(f"{url}: {type(error).__name__}: {error}") from error
         if response.status >= 400:
             text = answer[:300].decode(errors="replace")
-            kind = EngineUnavailableError if response.status >= 500 else EngineRefusedError
+            is_busy = response.status in _BUSY or response.status >= 500
+            kind = EngineUnavailableError if is_busy else EngineRefusedError
             raise kind(f"{url}: HTTP {response.status}: {text}")
         return answer
 

@@ -24,13 +24,19 @@ __all__ = ["Member"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_DOUBLINGS = 30
+
 
 class Member:
     """Belongs to the pool's event loop."""
 
-    def __init__(self, url: str, renderer: ChatRenderer, config: EnginesConfig, api_key: str) -> None:
+    def __init__(
+        self, url: str, renderer: ChatRenderer, config: EnginesConfig, api_key: str, router: EngineHttp | None = None
+    ) -> None:
+        """`router` takes the requests in place of the engine, and passes them to an engine of its own choice."""
         self.http = EngineHttp(url, api_key)
-        self.exchange = Exchange(self.http, renderer)
+        self.exchange = Exchange(router or self.http, renderer)
+        self.is_routed = router is not None
         self.limit = Limit(config)
         self.load = Load()
         """As of the last probe."""
@@ -144,12 +150,15 @@ class Member:
         """A probe or a request failed; too many in a row put the engine into quarantine."""
         if not self.probe_due:
             return  # it was under way when the quarantine began
+        if self.is_routed and source == "request":
+            return  # nobody knows which engine it was
         self._failures[source] += 1
         count, most = self._failures[source], self._config.failures
         logger.warning("engine %s, failed %s %d of %d: %s", self.url, source, count, most, error)
         if count < most and self.identity is not None:
             return
-        pause = min(self._config.quarantine_s * 2**self._quarantines, self._config.quarantine_max_s)
+        doubled = self._config.quarantine_s * 2.0 ** min(self._quarantines, _MAX_DOUBLINGS)
+        pause = min(doubled, self._config.quarantine_max_s)
         self._failures = {"probe": 0, "request": 0}
         self._quarantines += 1
         self._quarantined_until = time.monotonic() + pause

@@ -151,6 +151,8 @@ class EnginePool:
         await asyncio.gather(*self._side_work, return_exceptions=True)
         for member in (*self._members.values(), *self._leaving):
             await member.http.close()
+        if self._roster.router is not None:
+            await self._roster.router.close()
 
     def _follow(self, urls: Sequence[str]) -> None:
         """Make the members those of the list. One that leaves ends what it has and gets nothing new."""
@@ -164,7 +166,9 @@ class EnginePool:
         for url in urls:
             if url not in self._members:
                 logger.info("engine %s joins", url)
-                member = self._members[url] = Member(url, self._renderer, self.config, self._api_key)
+                member = self._members[url] = Member(
+                    url, self._renderer, self.config, self._api_key, self._roster.router
+                )
                 member.admission = self._admissions.get(url)
 
     async def _probe(self, member: Member) -> None:
@@ -212,15 +216,22 @@ class EnginePool:
         return not any(other.is_usable for other in self._members.values() if other is not member)
 
     def abort(self, member: Member, rid: str) -> None:
-        """Tell an engine in the background that nobody waits for a request any more."""
-        task = asyncio.create_task(member.http.abort(rid), name=f"abort {rid}")
-        self._side_work.add(task)
-        task.add_done_callback(self._side_work.discard)
+        """Tell in the background whoever may have a request that nobody waits for it any more."""
+        for holder in self._members.values() if member.is_routed else (member,):
+            task = asyncio.create_task(holder.http.abort(rid), name=f"abort {rid}")
+            self._side_work.add(task)
+            task.add_done_callback(self._side_work.discard)
+
+    def oldest_version(self, member: Member) -> int:
+        """The least version that an answer to a request with a slot of `member` may have."""
+        if not member.is_routed:
+            return member.version
+        return min((m.version for m in self._members.values() if m.is_usable), default=member.version)
 
     def _give_up(self, waiter: _Waiter) -> None:
         if waiter.slot.done() and not waiter.slot.cancelled():
             self.release(waiter.slot.result())
-        else:
+        elif waiter in self._waiters:
             self._waiters.remove(waiter)
 
     def _hand_out(self) -> None:

@@ -1,4 +1,4 @@
-"""Which engines there are: those of the command line, and those of a file that may change while the actor runs."""
+"""Which engines there are: those of the command line, and those of a file or a router, which may change meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from vagen.common.errors import ConfigError
+import msgspec
+
+from vagen.actor.engines.http import EngineHttp
+from vagen.common.errors import ConfigError, EngineError
 from vagen.common.wire import MAX_ENGINES
 
 __all__ = ["Roster", "check_engine_url"]
@@ -22,10 +25,22 @@ def check_engine_url(url: str, where: str, expected: str = "http://HOST:PORT") -
     return url.rstrip("/")
 
 
+class _Worker(msgspec.Struct):
+    url: str
+
+
+class _Workers(msgspec.Struct):
+    """What SGLang's router answers to `/workers`."""
+
+    workers: list[_Worker]
+
+
 class Roster:
     """The list of engines. A list that cannot be read changes nothing: engines leave by being taken off it."""
 
-    def __init__(self, urls: Sequence[str], file: str | None = None) -> None:
+    def __init__(self, urls: Sequence[str], file: str | None = None, router: EngineHttp | None = None) -> None:
+        """`router` is SGLang's router, which is asked for its engines in place of a file."""
+        self.router = router
         self._urls = list(urls)
         self._file = Path(file) if file is not None else None
         self._seen: list[str] | None = None
@@ -33,17 +48,19 @@ class Roster:
 
     async def read(self) -> list[str]:
         """All engines, each once. Raises `ConfigError` for a file that cannot be used, and when there is no engine."""
-        urls = list(dict.fromkeys([*self._urls, *await asyncio.to_thread(self._read_file)]))
+        listed = await self._ask_router() if self.router else await asyncio.to_thread(self._read_file)
+        urls = list(dict.fromkeys([*self._urls, *listed]))
+        where = self.router.url if self.router else self._file or "--engine"
         if not urls:
-            raise ConfigError(f"{self._file}: no engine in the list" if self._file else "--engine: no engine")
+            raise ConfigError(f"{where}: no engine in the list")
         if len(urls) > MAX_ENGINES:
-            raise ConfigError(f"{self._file or '--engine'}: expected at most {MAX_ENGINES} engines, got {len(urls)}")
+            raise ConfigError(f"{where}: expected at most {MAX_ENGINES} engines, got {len(urls)}")
         self._seen = urls
         return urls
 
     async def changes(self) -> list[str] | None:
         """The engines when they are others than last time, else None."""
-        if self._file is None:
+        if self._file is None and self.router is None:
             return None
         before = self._seen
         try:
@@ -55,6 +72,13 @@ class Roster:
             return None
         self._problem = ""
         return urls if urls != before else None
+
+    async def _ask_router(self) -> list[str]:
+        assert self.router is not None
+        try:
+            return [w.url for w in self.router.decode(await self.router.call("GET", "/workers"), _Workers).workers]
+        except EngineError as error:
+            raise ConfigError(f"{self.router.url}: no list of SGLang's router: {error}") from None
 
     def _read_file(self) -> list[str]:
         if self._file is None:

@@ -66,6 +66,8 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     extra_key: str | None = None
     cache_salt: str | None = None
     """Accepted for SGLang's prefix cache, of which this engine has none."""
+    model: str | None = None
+    """Written by SGLang's router; there is one model here."""
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,12 @@ def test_endless_aborts_are_an_error(fakes: ModuleType, renderer: ChatRenderer) 
         run(fakes, renderer, lambda body, n: fakes.generated([], "abort", []), timeout_s=1.5)
 
 
-def test_a_5xx_answer_is_tried_again_and_its_tokens_count_once(fakes: ModuleType, renderer: ChatRenderer) -> None:
+@pytest.mark.parametrize("status", [503, 429])
+def test_a_busy_engine_is_tried_again_and_its_tokens_count_once(
+    fakes: ModuleType, renderer: ChatRenderer, status: int
+) -> None:
     def script(body: dict[str, Any], number: int) -> Any:
-        return web.Response(status=503, text="queue full") if number < 2 else fakes.generated([5, 6])
+        return web.Response(status=status, text="queue full") if number < 2 else fakes.generated([5, 6])
 
     generation, engine = run(fakes, renderer, script)
     assert generation.token_ids == [5, 6]

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from aiohttp import web
+from PIL import Image
 
+from vagen.actor.client import Generation
 from vagen.actor.engines.config import EnginesConfig
+from vagen.actor.engines.episode import EpisodeClient
 from vagen.actor.engines.limit import Limit
 from vagen.actor.engines.load import Load, parse_load
 from vagen.actor.engines.member import Member
 from vagen.actor.engines.pool import EnginePool
 from vagen.actor.engines.roster import Roster
 from vagen.actor.engines.routing import choose
-from vagen.actor.rendering import ChatRenderer
+from vagen.actor.messages import Message, Picture
+from vagen.actor.rendering import ChatRenderer, Prompt
 from vagen.common.config import convert
 from vagen.common.errors import ConfigError, EngineRefusedError, EngineUnavailableError
 from vagen.common.metrics import Metrics
-from vagen.common.trajectory import EngineIdentity
+from vagen.common.trajectory import EngineIdentity, SamplingParams
 from vagen.common.wire import EngineStatus
+from vagen.envs.base import encode_png
 
 CALM, FULL = Load(kv_usage=0.5), Load(kv_usage=0.95)
 
@@ -94,7 +101,7 @@ def test_failures_in_a_row_quarantine_for_longer_and_longer(renderer: ChatRender
         engine.note_failure(error, "request")
     assert engine.is_usable, "an answer ends the series"
     pauses = []
-    for _ in range(4):
+    for _ in range(1100):  # hours of an engine that does not come back
         identity = EngineIdentity(kind="local", incarnation="a", model_hash="m", tokenizer_hash="t")
         while engine.is_usable:
             engine.note_failure(error, "probe")
@@ -105,7 +112,7 @@ def test_failures_in_a_row_quarantine_for_longer_and_longer(renderer: ChatRender
         pauses.append(clock[0] - began)
         engine.identity = identity  # a probe answered, requests have not yet
         engine.lost.clear()
-    assert pauses == [1.0, 2.0, 3.0, 3.0]
+    assert pauses[:4] == [1.0, 2.0, 3.0, 3.0] and set(pauses[4:]) == {3.0}
 
 
 def test_requests_that_fail_do_not_give_up_those_that_run(renderer: ChatRenderer) -> None:
@@ -233,3 +240,75 @@ def test_one_engine_that_answers_is_enough_to_begin(fakes: ModuleType, renderer:
 def test_settings(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         convert(raw, EnginesConfig, "$.actor.engines")
+
+
+@asynccontextmanager
+async def scripted_pool(fakes: ModuleType, renderer: ChatRenderer, script: Any, **config: Any) -> AsyncIterator[Any]:
+    """A pool over one scripted engine, admitted; yields pool and engine."""
+    async with fakes.ScriptedEngine(script) as engine:
+        settings = EnginesConfig(probe_s=0.05, quarantine_s=0.05, **config)
+        pool = EnginePool(Roster((engine.url,)), renderer, settings, Metrics("vagen_actor", "run"), retries=2)
+        await pool.connect(5)
+        pool.admit([EngineStatus(url=engine.url, incarnation="first", policy_version=3)])
+        work = asyncio.create_task(pool.run())
+        try:
+            yield pool, engine
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await pool.close()
+
+
+async def respond(pool: EnginePool, renderer: ChatRenderer, prompt: Prompt | None = None) -> Generation:
+    prompt = prompt or renderer.render((Message("user", ("look",)),))
+    call = EpisodeClient(pool).generate(prompt, sampling=SamplingParams(), max_new_tokens=4, rid="r", timeout_s=20)
+    return await call
+
+
+def test_slots_come_back_however_a_request_ends(fakes: ModuleType, renderer: ChatRenderer) -> None:
+    async def main() -> None:
+        release = asyncio.Event()
+
+        async def hold(body: dict[str, Any], number: int) -> Any:
+            await release.wait()
+            return fakes.generated([5])
+
+        async with scripted_pool(fakes, renderer, hold, max_in_flight=1) as (pool, engine):
+            first, *waiting = [asyncio.create_task(respond(pool, renderer)) for _ in range(4)]
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            waiting[0].cancel()  # while it waits for a slot
+            first.cancel()  # while it has the only one, which the next in line gets
+            await asyncio.gather(first, waiting[0], return_exceptions=True)
+            with pytest.raises(EngineRefusedError, match="1 images"):
+                picture = Picture(encode_png(Image.new("RGB", (56, 56))), (56, 56))
+                release.set()
+                await respond(pool, renderer, Prompt([5], (picture,)))
+            answers = await asyncio.gather(*waiting[1:])
+            assert [answer.token_ids for answer in answers] == [[5], [5]]
+            (member,) = pool._members.values()
+            assert member.in_flight == 0 and len(engine.requests) == 3
+            assert len((await respond(pool, renderer)).token_ids) == 1
+
+    asyncio.run(main())
+
+
+def test_a_response_that_outlives_its_engines_quarantine_keeps_the_name_of_the_engine(
+    fakes: ModuleType, renderer: ChatRenderer
+) -> None:
+    async def main() -> None:
+        async def answer(body: dict[str, Any], number: int) -> Any:
+            (member,) = pool._members.values()
+            for _ in range(pool.config.failures):
+                member.note_failure(EngineUnavailableError("others got no answer"), "request")
+            assert member.identity is None
+            return fakes.generated([5])
+
+        async with scripted_pool(fakes, renderer, answer) as (made, _):
+            pool = made
+            client = EpisodeClient(pool)
+            prompt = renderer.render((Message("user", ("look",)),))
+            await client.generate(prompt, sampling=SamplingParams(), max_new_tokens=4, rid="r", timeout_s=20)
+            assert client.identity.incarnation == "first"
+
+    asyncio.run(main())

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,62 @@ def test_episodes_reach_the_learner_through_kill_and_restart(weights_dir: Path, 
     assert accounting.trained == 32 and accounting.malformed == 0 and accounting.refused == 0, accounting
 
 
+def requests_of(engine: str) -> float:
+    """Requests that an engine has ended."""
+    with urllib.request.urlopen(f"{engine}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vagen_engine_requests_total{"))
+
+
+def test_an_engine_that_is_written_into_the_list_plays_episodes_until_it_is_taken_off(
+    weights_dir: Path, recipe: Path, tmp_path: Path
+) -> None:
+    run_dir, log, listed = tmp_path / "run", tmp_path / "log", tmp_path / "engines.txt"
+    buffer = [str(Path(sys.executable).with_name("vagen-buffer")), "serve", "--config", str(recipe)]
+    with ExitStack() as processes:
+
+        def start(command: list[str]) -> subprocess.Popen[bytes]:
+            return processes.enter_context(process(command, log))
+
+        ingest = start([*buffer, "--run-dir", str(run_dir), "--set", "buffer.heartbeat_timeout_s=3"])
+        urls = []
+        for name in ("first", "second"):
+            file = tmp_path / f"{name}.json"
+            words = ["engine", "--model", str(weights_dir), "--config", str(recipe), "--ready-file", str(file)]
+            wait_for(file.is_file, start([*ACTOR, *words]), log)
+            urls.append(json.loads(file.read_text())["url"])
+        wait_for((run_dir / "buffer" / "ready.json").is_file, ingest, log)
+        ready = read_ready(run_dir)
+        store = LearnerStore.connect(ready.redis_url, "actor-test")
+        store.register("learner", step=0, batch_size=1 << 20, max_staleness=4)
+        store.record_version(0, "learner", 0, "sum")
+        listed.write_text(f"{urls[0]}\n")
+        command = [*ACTOR, "run", "--engines", str(listed), "--buffer", ready.endpoint, "--config", str(recipe)]
+        actor = start([*command, "--model", str(weights_dir), "--run-dir", str(run_dir)])
+
+        def announced() -> list[str]:
+            return sorted(lease.url for lease in store.engines())
+
+        def admit() -> bool:
+            leases = store.engines()
+            return bool(leases) and all(store.admit_engine(e.url, e.incarnation, 0) for e in leases)
+
+        wait_for(admit, actor, log)
+        wait_for(lambda: requests_of(urls[0]) > 0, actor, log)
+        assert requests_of(urls[1]) == 0
+        listed.write_text("\n".join(urls))
+        actor.send_signal(signal.SIGHUP)
+        wait_for(lambda: announced() == sorted(urls) and admit(), actor, log)
+        wait_for(lambda: requests_of(urls[1]) > 0, actor, log, timeout_s=30)
+        listed.write_text(f"{urls[1]}\n")
+        wait_for(lambda: announced() == [urls[1]], actor, log)
+        before, played = requests_of(urls[0]), requests_of(urls[1])
+        wait_for(lambda: requests_of(urls[1]) > played + 10, actor, log)
+        assert requests_of(urls[0]) == before
+        assert store.accounting().refused == 0
+        store.close()
+
+
 @pytest.fixture
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -225,6 +282,8 @@ def test_a_missing_buffer_is_one_clear_line_within_seconds(
         (["--set", "env.name=chess"], "chess"),
         (["--set", "harness.window=2", "--set", "harness.name=no_concat"], "$.harness.window"),
         (["--engine", "ftp://x"], "--engine: expected http://HOST:PORT or local"),
+        (["--engine", "local", "--engine", "http://x"], "--engine local: expected no other engine"),
+        (["--engines", "/nowhere.txt"], "/nowhere.txt: cannot read the list of engines"),
         (["--model", "/nowhere"], "/nowhere: no such model folder"),
         (["--buffer", "localhost"], "--buffer localhost: expected tcp://HOST:PORT"),
     ],

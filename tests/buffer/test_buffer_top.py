@@ -177,3 +177,10 @@ def test_live_screen_survives_an_outage_and_ends_with_q(busy, eventually):
         assert termios.tcgetattr(terminal.theirs) == terminal.before
     finally:
         terminal.close()
+
+
+def test_an_engine_with_late_weights_is_shown_as_such(busy):
+    assert [engine["is_late"] for engine in json.loads(top(busy, "--json"))["engines"]] == [False]
+    busy.learner.register("learner", step=3, batch_size=4, max_staleness=3)
+    assert [engine["is_late"] for engine in json.loads(top(busy, "--json"))["engines"]] == [True]
+    assert "version 1, late, local" in top(busy, "--once")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from vagen.actor.engines.config import EnginesConfig
 from vagen.actor.engines.episode import EpisodeClient
+from vagen.actor.engines.http import EngineHttp
 from vagen.actor.engines.pool import EnginePool
 from vagen.actor.engines.roster import Roster
 from vagen.actor.messages import Message, Picture
@@ -68,11 +72,12 @@ class Running(SimpleNamespace):
 
 
 @asynccontextmanager
-async def pooled(*engines, file=None, admit=True, **config):
+async def pooled(*engines, file=None, router=None, admit=True, **config):
     settings = EnginesConfig(**(QUICK | config))
     renderer = ChatRenderer.load(engines[0].model_dir)
     metrics = Metrics("vagen_actor", "run")
-    roster = Roster([engine.url for engine in engines] if file is None else (), file and str(file))
+    own = [engine.url for engine in engines] if file is None and router is None else ()
+    roster = Roster(own, file and str(file), router and EngineHttp(router))
     pool = EnginePool(roster, renderer, settings, metrics, api_key=engines[0].api_key or "")
     await pool.connect(10)
     work = asyncio.create_task(pool.run())
@@ -301,5 +306,65 @@ def test_a_response_without_any_engine_fails_at_its_time_out(start_engines, lab)
             with pytest.raises(EngineUnavailableError, match=f"{engine.url} is not admitted"):
                 await client.generate(prompt, sampling=SamplingParams(), max_new_tokens=5, rid="e", timeout_s=0.5)
             assert time.monotonic() - started < 5
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def router_of(engines):
+    """What SGLang's router (0.3.2) does with a request: `model` is written into it, and it goes round the engines.
+
+    Engines that are added to the list are in it from then on.
+    """
+    turn = itertools.count()
+
+    async def workers(request):
+        found = [{"id": str(i), "url": e.url, "is_healthy": True, "load": 0} for i, e in enumerate(engines)]
+        return web.json_response({"workers": found, "total": len(found), "stats": {"regular_count": len(found)}})
+
+    async def generate(request):
+        body = await request.json() | {"model": "unknown"}
+        url = engines[next(turn) % len(engines)].url
+        try:
+            async with session.post(f"{url}/generate", json=body) as answer:
+                return web.json_response(await answer.json(), status=answer.status)
+        except aiohttp.ClientError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=502)
+
+    app = web.Application(client_max_size=1 << 24)
+    app.add_routes([web.get("/workers", workers), web.post("/generate", generate)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with aiohttp.ClientSession() as session:
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+def test_a_router_takes_the_requests_and_names_the_engines(start_engines, lab, publish_to):
+    async def main():
+        first, second, joiner = start_engines(3)
+        model = first.perturbed()
+        for engine in (first, second):
+            await asyncio.to_thread(publish_to, engine, model, "1")
+        behind = [first, second]
+        async with router_of(behind) as router, pooled(first, second, router=router) as running:
+            tasks = [running.play(lab, seed, 30) for seed in range(8)]
+            await asyncio.gather(*tasks)
+            for task in tasks:
+                assert set(task.result().versions) == {1}
+                check_logprobs(lab, first, task, (model, 0, 30))
+            counts = [await running.on(e, lambda e=e: e.metric("vagen_engine_requests_total")) for e in behind]
+            assert counts == [4, 4]
+            # A joiner behind the router gets requests before it has weights: what it samples is discarded.
+            behind.append(joiner)
+            await running.until(lambda: len(running.pool.announcements) == 3, "announced")
+            tasks = [running.play(lab, seed, 30) for seed in range(6)]
+            await asyncio.gather(*tasks)
+            assert await running.on(joiner, lambda: joiner.metric("vagen_engine_requests_total")) >= 2
+            assert {version for task in tasks for version in task.result().versions} == {1}
+            assert len(running.pool.startable) == 2, "nobody is in quarantine for what the router did"
 
     asyncio.run(main())
