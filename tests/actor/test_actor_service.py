@@ -198,6 +198,7 @@ def requests_of(engine: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vagen_engine_requests_total{"))
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_written_into_the_list_plays_episodes_until_it_is_taken_off(
     weights_dir: Path, recipe: Path, tmp_path: Path
 ) -> None:
@@ -209,12 +210,12 @@ def test_an_engine_that_is_written_into_the_list_plays_episodes_until_it_is_take
             return processes.enter_context(process(command, log))
 
         ingest = start([*buffer, "--run-dir", str(run_dir), "--set", "buffer.heartbeat_timeout_s=3"])
-        urls = []
-        for name in ("first", "second"):
-            file = tmp_path / f"{name}.json"
-            words = ["engine", "--model", str(weights_dir), "--config", str(recipe), "--ready-file", str(file)]
-            wait_for(file.is_file, start([*ACTOR, *words]), log)
-            urls.append(json.loads(file.read_text())["url"])
+        files = [tmp_path / "first.json", tmp_path / "second.json"]
+        words = ["engine", "--model", str(weights_dir), "--config", str(recipe), "--ready-file"]
+        engines = [start([*ACTOR, *words, str(file)]) for file in files]
+        for engine, file in zip(engines, files, strict=True):
+            wait_for(file.is_file, engine, log)
+        urls = [json.loads(file.read_text())["url"] for file in files]
         wait_for((run_dir / "buffer" / "ready.json").is_file, ingest, log)
         ready = read_ready(run_dir)
         store = LearnerStore.connect(ready.redis_url, "actor-test")
