@@ -230,12 +230,16 @@ def test_turns_of_an_episode_stay_where_its_prefix_is(start_engines, lab):
                     assert min(counts) >= 2, "new episodes are spread"
                     first = counts
             assert counts == [4 * count for count in first]
+            moves = [running.value("vagen_actor_engine_moves_total", engine=engine.url) for engine in engines]
+            assert moves == [0, 0, 0]
             incarnations = {a.url: a.incarnation for a in running.pool.announcements}
             gone = next(e for e in engines if incarnations[e.url] == clients[0].identity.incarnation)
             running.admit(*(engine for engine in engines if engine is not gone))
             before = await running.on(gone, lambda: gone.metric("vagen_engine_requests_total"))
             await running.play(lab, 0, 10, clients[0])
             assert await running.on(gone, lambda: gone.metric("vagen_engine_requests_total")) == before
+            moves = [running.value("vagen_actor_engine_moves_total", engine=engine.url) for engine in engines]
+            assert sorted(moves) == [0, 0, 1]
 
     asyncio.run(main())
 
