@@ -47,7 +47,7 @@ class Member:
         self.admission: EngineStatus | None = None
         """What the buffer said last of this URL."""
         self.is_leaving = False
-        """Off the list: what runs there ends, nothing new comes."""
+        """Off the list, so that nobody finds it any more; what runs there ends."""
         self.lost = asyncio.Event()
         """Set while it is in quarantine for not answering: who waits for it need not wait longer."""
         self._renderer = renderer
@@ -72,12 +72,7 @@ class Member:
     def is_usable(self) -> bool:
         """Whether this very start of the engine holds weights that the learner has checked, and it answers."""
         admission, identity = self.admission, self.identity
-        return (
-            identity is not None
-            and admission is not None
-            and admission.incarnation == identity.incarnation
-            and not self.is_leaving
-        )
+        return identity is not None and admission is not None and admission.incarnation == identity.incarnation
 
     @property
     def may_start(self) -> bool:
