@@ -66,6 +66,10 @@ class TrainingBatch:
     group_ids: torch.Tensor
     num_groups: int
     """Groups of the global batch."""
+    positions: torch.Tensor
+    """int64 [B]: the trajectories' places in the global batch, ascending."""
+    num_global_segments: int
+    """Trajectories of the global batch."""
     task_ids: torch.Tensor
     """int64 [B]: numbers of the trajectories' tasks."""
     num_tasks: int | None
@@ -199,12 +203,15 @@ def prepare_batch(
     preparer: RowPreparer,
     tasks: Mapping[str, int] | None = None,
     weights: Sequence[float] | None = None,
+    positions: Sequence[int] | None = None,
+    num_global_segments: int | None = None,
 ) -> TrainingBatch:
     """Lay out trajectories as rows and flat arrays of policy tokens.
 
     `staleness` is that of each trajectory, `groups` numbers the groups of the global batch from 0, `tasks` the tasks of
     the run. Without `tasks` those present are numbered by name, which only a rank that is alone may use. `weights` is
-    what each trajectory counts in the loss, 1 each by default.
+    what each trajectory counts in the loss, 1 each by default. A rank that has a part of the global batch gives the
+    `positions` of its trajectories in it.
     Raises `TrajectoryError` for what does not fit the model (grids, vocabulary, one temperature for the batch) and for
     a task without a number.
     """
@@ -254,6 +261,8 @@ def prepare_batch(
         staleness=torch.tensor(list(staleness)),
         group_ids=torch.tensor([groups[t.group_id] for t in trajectories]),
         num_groups=len(groups),
+        positions=torch.tensor(list(range(len(trajectories)) if positions is None else positions)),
+        num_global_segments=len(trajectories) if num_global_segments is None else num_global_segments,
         task_ids=_task_ids(trajectories, tasks),
         num_tasks=None if tasks is None else len(tasks),
         temperature=temperatures.pop(),

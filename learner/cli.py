@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from vagen.learner.config import LearnerConfig
 
 app = typer.Typer(
     name="vagen-learner",
@@ -55,8 +59,8 @@ def run(
 ) -> None:
     """Train, resuming from the newest checkpoint under RUN_DIR/learner/checkpoints.
 
-    With --replay from a saved buffer; the same command without it, but with --redis, goes on live from there. Under
-    torchrun every rank runs this command; tensor and data parallelism follow from the world size.
+    With --replay from a saved buffer; the same command without it, but with --redis, goes on live from there. On
+    several processes: `torchrun --nproc-per-node 4 -m vagen.learner run ...`, see docs/parallelism.md.
     """
     from vagen.buffer.config import BufferConfig
     from vagen.common.config import RunConfig, read_recipe, section
@@ -67,7 +71,7 @@ def run(
 
     try:
         recipe = read_recipe(config, set_ or [])
-        section(recipe, "learner", LearnerConfig)
+        _check_layout(section(recipe, "learner", LearnerConfig), model)
         settings = section(recipe, "run", RunConfig)
         vision_tokens(model)
         log = run_dir / "learner" / "learner.log"
@@ -94,6 +98,16 @@ def run(
     except VagenError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+def _check_layout(config: LearnerConfig, model: Path) -> None:
+    """Every rank says so before it waits for others, or for torch."""
+    from vagen.common.vocabulary import read_model_json
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    config.layout.require_world(world_size)
+    config.layout.require_batch(config.batch_size, world_size)
+    config.layout.require_model(read_model_json(model / "config.json"), model / "config.json")
 
 
 def _train(

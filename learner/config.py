@@ -11,6 +11,7 @@ from vagen.buffer.selection.config import SelectionConfig
 from vagen.common.config import Section, require
 from vagen.learner.advantages.config import AdvantageConfig
 from vagen.learner.alarms import AlarmConfig
+from vagen.learner.layout import ParallelLayout
 from vagen.learner.losses.config import LossConfig, ReferenceConfig
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -149,6 +150,9 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """Rows of one optimizer step, over all data-parallel ranks."""
     max_tokens_per_microbatch: PositiveInt = 16384
     tensor_parallel_size: PositiveInt = 1
+    """Ranks that each layer is cut into."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages of consecutive layers. What is left of torchrun's processes shares each batch."""
     num_threads: PositiveInt = 1
 
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -173,6 +177,11 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """How long Redis may be away before the learner gives up."""
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0 picks a free port, written to ready.json."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the model lies on processes."""
+        return ParallelLayout(tensor=self.tensor_parallel_size, pipeline=self.pipeline_parallel_size)
 
     @property
     def batch_bytes(self) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from vagen.common.errors import ConfigError
@@ -21,6 +20,7 @@ from vagen.learner.config import LearnerConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.optimizer import StepStats, Trainer
+from vagen.learner.model.pipeline import outputs_of
 
 __all__ = ["CriticUpdate", "Rates"]
 
@@ -94,16 +94,15 @@ class CriticUpdate:
         self._policy.zero_grad()
         if self.separate is None:
             detached = alone or self._config.trunk == "detached"
-            _add_gradients(self._policy, packs, joint, detach_value=detached, **options)
+            self._policy.accumulate(packs, joint, detach_value=detached, **options)
             return
         self.separate.zero_grad()
-        _add_gradients(self.separate, valued_packs, partial(counted, critic_loss), values_only=True)
+        self.separate.accumulate(valued_packs, partial(counted, critic_loss), values_only=True)
         if alone:
-            with torch.no_grad():
-                for packed, taken in packs:
-                    counted(policy_loss, taken, self._policy.model(packed, **options))
+            for taken, out in outputs_of(self._policy.model, packs, **options):
+                counted(policy_loss, taken, out)
         else:
-            _add_gradients(self._policy, packs, partial(counted, policy_loss), **options)
+            self._policy.accumulate(packs, partial(counted, policy_loss), **options)
 
     def step(self, rates: Rates) -> StepStats:
         """Apply what was accumulated. The norm is the policy's, or the critic's where it is trained alone; `skipped`
@@ -120,8 +119,3 @@ class CriticUpdate:
         for (trainer, rate), norm in zip(trained, norms, strict=True):
             trainer.apply(norm, rate)
         return StepStats(norms[0], skipped=False)
-
-
-def _add_gradients(trainer: Trainer, packs: RowMicrobatches, loss: LossOf, **options: Any) -> None:
-    for packed, taken in packs:
-        trainer.backward(loss(taken, trainer.forward(packed, **options)))

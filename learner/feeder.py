@@ -92,6 +92,8 @@ class BatchFeeder:
             groups,
             self._preparer,
             weights=None if manifest.has_equal_weights else [entry.weight for entry in entries],
+            positions=mine,
+            num_global_segments=len(manifest.entries),
         )
         seconds = {
             "claim": claimed - started,

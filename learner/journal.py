@@ -9,21 +9,17 @@ import json
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vagen.buffer.manifest import Manifest
 from vagen.common.files import flush, make_directory
 from vagen.common.metrics import Metrics
-from vagen.common.trajectory import Trajectory
 from vagen.learner.alarms import AlarmConfig, CollapseAlarms
-from vagen.learner.batching import TrainingBatch
 from vagen.learner.feeder import Feed
 from vagen.learner.publisher import Published
+from vagen.learner.summary import BatchSummary
 from vagen.learner.update import UpdateStats
 
 __all__ = ["StepJournal"]
@@ -57,6 +53,7 @@ class StepJournal:
         self,
         step: int,
         feed: Feed,
+        summary: BatchSummary,
         stats: UpdateStats,
         published: Published | None,
         probe_mismatch: float | None,
@@ -65,13 +62,14 @@ class StepJournal:
     ) -> dict[str, Any]:
         """Record a step and return its line.
 
-        `seconds` are those of the loop's stages, `settings` the live settings that have changed since the last line.
+        `summary` is that of the global batch, `seconds` are those of the loop's stages, `settings` the live settings
+        that have changed since the last line.
         """
         line = {
             "step": step,
             "time": time.time(),
             "wall_s": time.time() - self._started,
-            **_batch_fields(feed.batch),
+            **summary.fields(),
             "selection": _selection_fields(feed.manifest),
             **_update_fields(stats),
             "version": published.version if published else None,
@@ -85,7 +83,7 @@ class StepJournal:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._export(line, feed.batch, published)
+        self._export(line, summary, published)
         return line
 
     def _replay(self, file: Path) -> None:
@@ -107,7 +105,7 @@ class StepJournal:
             )
         line["alarms"] = self._alarms.active
 
-    def _export(self, line: dict[str, Any], batch: TrainingBatch, published: Published | None) -> None:
+    def _export(self, line: dict[str, Any], summary: BatchSummary, published: Published | None) -> None:
         m = self._metrics
         m.count("vagen_learner_steps_total")
         m.count("vagen_learner_trajectories_total", line["num_trajectories"])
@@ -130,7 +128,7 @@ class StepJournal:
             m.gauge("vagen_learner_selection", line["selection"][statistic], statistic=statistic)
         for statistic, value in line["ratio"].items():
             m.gauge("vagen_learner_ratio", value, statistic=statistic)
-        for staleness in batch.staleness.tolist():
+        for staleness in summary.staleness:
             m.observe("vagen_learner_staleness", staleness)
         if line["probe_mismatch"] is not None:
             m.gauge("vagen_learner_logprob_mismatch", line["probe_mismatch"])
@@ -147,27 +145,6 @@ def _drop_torn_line(file: Path) -> None:
     os.truncate(file, content.rfind(b"\n") + 1)
 
 
-def _batch_fields(batch: TrainingBatch) -> dict[str, Any]:
-    trajectories = batch.trajectories
-    components: Counter[str] = Counter()
-    for trajectory in trajectories:
-        components.update(dict(trajectory.reward_by_component))
-    count = len(trajectories)
-    return {
-        "num_trajectories": count,
-        "success": float(np.mean([t.success for t in trajectories])),
-        "reward_mean": sum(components.values()) / count,
-        "reward_std": float(np.std([t.total_reward for t in trajectories])),
-        "reward_by_component": {name: total / count for name, total in sorted(components.items())},
-        "turns_mean": float(np.mean([len(t.turns) for t in trajectories])),
-        "format_rate": _format_rate(trajectories),
-        "policy_tokens": batch.num_policy_tokens,
-        "context_tokens": batch.num_context_tokens,
-        "staleness": {str(key): value for key, value in sorted(Counter(batch.staleness.tolist()).items())},
-        "mixed_version_trajectories": sum(t.oldest_version != t.newest_version for t in trajectories),
-    }
-
-
 def _selection_fields(manifest: Manifest) -> dict[str, Any]:
     """Of the global batch."""
     return {
@@ -178,10 +155,6 @@ def _selection_fields(manifest: Manifest) -> dict[str, Any]:
         "replayed_share": manifest.num_replayed / len(manifest.entries),
         "weight_ess": manifest.weight_ess,
     }
-
-
-def _format_rate(trajectories: list[Trajectory]) -> float:
-    return float(np.mean([turn.format_ok for trajectory in trajectories for turn in trajectory.turns]))
 
 
 def _update_fields(stats: UpdateStats) -> dict[str, Any]:

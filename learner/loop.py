@@ -29,17 +29,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from vagen.common.errors import ConfigError, InfrastructureError
+from vagen.common.errors import ConfigError
 from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.config import LearnerConfig
 from vagen.learner.feeder import BatchFeeder, Feed
 from vagen.learner.journal import StepJournal
 from vagen.learner.model.checkpoint_io import save_checkpoint
+from vagen.learner.model.collectives import broadcast_object, count_votes
 from vagen.learner.model.optimizer import Trainer
-from vagen.learner.model.parallel import count_votes
 from vagen.learner.probe import Probe
 from vagen.learner.publisher import Published, Publisher
 from vagen.learner.sources import BatchSource
+from vagen.learner.summary import BatchSummary
 from vagen.learner.update import PolicyUpdate, UpdateStats
 
 __all__ = ["Learner"]
@@ -71,8 +72,9 @@ class Learner:
     probe: Probe | None
     publisher: Publisher | None = None
     """None for a replay, which has no engines."""
-    rescore: Callable[[Probe, str, int], float] | None = None
-    """Mean |engine - learner| log-probability of a probe that the engine at a URL samples with a version."""
+    rescore: Callable[[Probe, str | None, int], float | None] | None = None
+    """Mean |engine - learner| log-probability of a probe that the engine at a URL samples with a version; None where it
+    fails. Collective: the first rank alone knows a URL."""
     changed_settings: Callable[[], Mapping[str, Any]] = dict
     """Live settings of the buffer that have changed since the last call."""
     on_step: Callable[[dict[str, Any]], None] = lambda line: None
@@ -97,18 +99,19 @@ class Learner:
             if config.prefetch and step + 1 < self.last_step:
                 self.feeder.request(step + 1)
             if self.publisher is not None and self.probe is None and config.probe_prompts:
-                self.probe = Probe.of(feed.batch.trajectories, config.probe_prompts)
+                self.probe = broadcast_object(Probe.of(feed.batch.trajectories, config.probe_prompts))
             with clock.stage("update"):
                 stats = self.update.run(feed.batch, step, self._version(feed))
                 self._give_up_on_skips(stats)
             self.source.mark_trained(step)
             self._trained.append(step)
             published, mismatch = None, None
+            is_due = (step + 1) % config.publish_every == 0 or step + 1 == self.last_step
             with clock.stage("publish"):
-                if (step + 1) % config.publish_every == 0 or step + 1 == self.last_step:
+                if is_due:
                     published = self._publish(step + 1)
             with clock.stage("probe"):
-                if published is not None:
+                if is_due:
                     mismatch = self._check_engine(published)
             self._record(step, feed, stats, published, mismatch, clock)
             step += 1
@@ -174,22 +177,18 @@ class Learner:
         return -1 if self.publisher is None else self.publisher.version
 
     def _publish(self, step: int) -> Published | None:
-        """Collective over tensor-parallel ranks; rank 0 sends."""
+        """Collective over all ranks; the first sends."""
         if self.publisher is None:
             return None
         tensors = self.trainer.model.engine_named_tensors()
         return self.publisher.publish(tensors, step) if self.is_first_rank else None
 
-    def _check_engine(self, published: Published) -> float | None:
-        """The probe against the first member; an engine that fails meanwhile is the next publish's business."""
-        if self.probe is None or self.rescore is None or not published.report.ok:
+    def _check_engine(self, published: Published | None) -> float | None:
+        """The probe against the first member. Collective over all ranks; only the first has published."""
+        if self.publisher is None or self.probe is None or self.rescore is None:
             return None
-        url = published.report.ok[0]
-        try:
-            return self.rescore(self.probe, url, published.version)
-        except InfrastructureError as error:
-            logger.warning("version %d: the probe failed on %s: %s", published.version, url, error)
-            return None
+        urls = published.report.ok if published is not None else ()
+        return self.rescore(self.probe, urls[0] if urls else None, self.publisher.version)
 
     def _is_checkpoint_due(self, step: int) -> bool:
         is_regular = step % self.config.checkpoint_every == 0 or step == self.last_step
@@ -238,6 +237,7 @@ class Learner:
         mismatch: float | None,
         clock: _Clock,
     ) -> None:
+        summary = BatchSummary.of_all_ranks(feed.batch)
         if not self.is_first_rank:
             return
         saving_s, self._saving_s = self._saving_s, 0.0
@@ -248,7 +248,7 @@ class Learner:
             "checkpoint": saving_s,
             "total": clock.total,
         }
-        line = self.journal.write(step, feed, stats, published, mismatch, seconds, self.changed_settings())
+        line = self.journal.write(step, feed, summary, stats, published, mismatch, seconds, self.changed_settings())
         logger.info(
             "step %d version %d: success %.3f, reward %.3f, staleness %s, ess %.2f, %.2f s",
             step,

@@ -17,6 +17,7 @@ from vagen.common.trajectory import ImageRef, Row, Trajectory, VisionTokens
 from vagen.learner.batching import PreparedRow, RowPreparer, microbatches
 from vagen.learner.broadcast import ProbeAnswer, ProbePrompt
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.pipeline import outputs_of
 
 __all__ = ["Probe"]
 
@@ -74,7 +75,10 @@ class Probe:
         preparer: RowPreparer,
         answers: list[ProbeAnswer],
     ) -> float:
-        """Mean absolute difference of the engine's log-probabilities and the model's, over all sampled tokens."""
+        """Mean absolute difference of the engine's log-probabilities and the model's, over all sampled tokens.
+
+        Collective over the ranks of a copy of the model.
+        """
         store = preparer.new_store()
         rows: list[PreparedRow] = []
         reported: list[float] = []
@@ -100,8 +104,9 @@ class Probe:
         scored = torch.empty(first)
         was_training = model.training
         model.eval()
-        for packed, slots in microbatches(rows, store, max_tokens=1 << 14):
-            out = model(packed, temperature=self.temperature, forbidden_token_ids=preparer.forbidden_token_ids)
+        packs = microbatches(rows, store, max_tokens=1 << 14)
+        forbidden = preparer.forbidden_token_ids
+        for slots, out in outputs_of(model, packs, temperature=self.temperature, forbidden_token_ids=forbidden):
             scored[slots] = out.logprobs
         model.train(was_training)
         return float((scored - torch.tensor(reported)).abs().mean())

@@ -19,6 +19,7 @@ from vagen.learner.batching import PreparedRow, microbatches
 from vagen.learner.config import OptimizerConfig, SFTConfig
 from vagen.learner.images import ImageStore
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 
 __all__ = ["SFTData", "SFTProgress", "adam_options", "train_sft"]
@@ -74,15 +75,27 @@ def train_sft(
     for step in range(config.steps):
         started = time.perf_counter()
         rows = [data.rows[index] for index in rng.integers(0, len(data.rows), config.batch_rows)]
-        count = sum(len(row.slots) for row in rows)
         trainer.zero_grad()
-        loss = value_loss = 0.0
-        for packed, slots in microbatches(rows, data.images, config.max_tokens_per_microbatch):
-            out = trainer.forward(packed, forbidden_token_ids=forbidden_token_ids)
-            imitation = -out.logprobs.sum() / count
-            critic = F.mse_loss(out.values, data.returns[slots], reduction="sum") / count
-            trainer.backward(imitation + config.value_weight * critic)
-            loss += float(imitation.detach())
-            value_loss += float(critic.detach())
+        loss, value_loss = _accumulate(trainer, rows, data, config, forbidden_token_ids)
         trainer.step(config.optimizer.lr_at(step / config.steps, step))
         on_step(SFTProgress(step=step, loss=loss, value_loss=value_loss, seconds=time.perf_counter() - started))
+
+
+def _accumulate(
+    trainer: Trainer, rows: Sequence[PreparedRow], data: SFTData, config: SFTConfig, forbidden_token_ids: torch.Tensor
+) -> tuple[float, float]:
+    """Add the gradient of one step's rows; returns the losses of `SFTProgress`."""
+    count = sum(len(row.slots) for row in rows)
+    loss = value_loss = 0.0
+
+    def loss_of(slots: torch.Tensor, out: TokenOutputs) -> torch.Tensor:
+        nonlocal loss, value_loss
+        imitation = -out.logprobs.sum() / count
+        critic = F.mse_loss(out.values, data.returns[slots], reduction="sum") / count
+        loss += float(imitation.detach())
+        value_loss += float(critic.detach())
+        return imitation + config.value_weight * critic
+
+    packs = microbatches(rows, data.images, config.max_tokens_per_microbatch)
+    trainer.accumulate(packs, loss_of, forbidden_token_ids=forbidden_token_ids)
+    return loss, value_loss

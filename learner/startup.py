@@ -23,7 +23,7 @@ from vagen.buffer.config import BufferConfig
 from vagen.buffer.settings import overrides
 from vagen.buffer.sharded_store import Store, connect_store, make_selector
 from vagen.common.config import RunConfig, section
-from vagen.common.errors import ConfigError
+from vagen.common.errors import ConfigError, InfrastructureError
 from vagen.common.metrics import Metrics
 from vagen.common.redaction import redact_settings
 from vagen.learner.archiver import StepArchiver
@@ -37,8 +37,9 @@ from vagen.learner.journal import StepJournal
 from vagen.learner.loop import Learner
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.checkpoint_io import load_checkpoint
+from vagen.learner.model.collectives import broadcast_object, sum_over_data_parallel
 from vagen.learner.model.optimizer import Trainer
-from vagen.learner.model.parallel import ParallelTopology, parallel_session, sum_over_data_parallel
+from vagen.learner.model.parallel import ParallelTopology, parallel_session
 from vagen.learner.models import load_trained
 from vagen.learner.probe import Probe
 from vagen.learner.publisher import Publisher
@@ -140,7 +141,7 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
     preparer = RowPreparer.load(model_dir, privileged=config.critic.privileged)
     with (
         _stopped_by_signals() as stop,
-        parallel_session(tensor_parallel_size=config.tensor_parallel_size, seed=run.seed + 1) as topology,
+        parallel_session(config.layout, seed=run.seed + 1) as topology,
     ):
         model, trainer, update = _make_update(run, config, model_dir, preparer.forbidden_token_ids, topology)
         checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
@@ -223,9 +224,16 @@ def _live_learner(
     selector = make_selector(feeder_store, config.selection, parts.run.seed) if parts.is_first else None
     source = BufferSource(store, feeder_store, batch_size=config.batch_size, selector=selector, archiver=archiver)
 
-    def rescore(probe: Probe, url: str, version: int) -> float:
-        answers = probe_engine(url, probe.requests(parts.preparer.vision), version, config.broadcast)
-        return probe.mismatch(parts.trainer.model, parts.preparer, answers)
+    def rescore(probe: Probe, url: str | None, version: int) -> float | None:
+        answers = None
+        if url is not None:
+            try:
+                answers = probe_engine(url, probe.requests(parts.preparer.vision), version, config.broadcast)
+            except InfrastructureError as error:
+                # The next publish's business.
+                logger.warning("version %d: the probe failed on %s: %s", version, url, error)
+        answers = broadcast_object(answers)
+        return None if answers is None else probe.mismatch(parts.trainer.model, parts.preparer, answers)
 
     with (
         closing(Publisher(store, Broadcaster(config.broadcast), incarnation)) as publisher,
@@ -247,8 +255,8 @@ def _make_update(
     run: RunConfig, config: LearnerConfig, model_dir: Path, forbidden: torch.Tensor, topology: ParallelTopology
 ) -> tuple[VisionLanguageActorCritic, Trainer, PolicyUpdate]:
     reduce = sum_over_data_parallel if topology.dp_size > 1 else None
-    if reduce is not None and config.advantage.whiten_per == "task":
-        raise ConfigError("$.learner.advantage.whiten_per: expected batch with several data-parallel ranks, got task")
+    if reduce is not None:
+        _refuse_what_needs_the_whole_batch(config)
     trained = load_trained(model_dir, config)
     update = PolicyUpdate(
         trained.policy.model,
@@ -261,6 +269,14 @@ def _make_update(
         critic=trained.critic,
     )
     return trained.policy.model, trained.policy, update
+
+
+def _refuse_what_needs_the_whole_batch(config: LearnerConfig) -> None:
+    """Raises `ConfigError` for what a rank that has a part of the batch cannot compute."""
+    if config.advantage.whiten_per == "task":
+        raise ConfigError("$.learner.advantage.whiten_per: expected batch with several data-parallel ranks, got task")
+    if config.loss.behaviour_weight == "m2po":
+        raise ConfigError("$.learner.loss.behaviour_weight: m2po needs the whole batch on one data-parallel rank")
 
 
 def _announce(

@@ -1,6 +1,7 @@
 """One learner step's arithmetic: score the batch, estimate advantages, run the PPO epochs.
 
-Owns the order of minibatches and the scaling that makes microbatches, minibatches and data-parallel ranks add up. Does
+Owns the order of minibatches and the scaling that makes microbatches, minibatches and data-parallel ranks add up: which
+rows make an optimizer step, and what the step's statistics say, does not depend on how many ranks share the batch. Does
 not own where batches come from or where weights go.
 
 Legend: N policy tokens, S segments of this rank's batch.
@@ -36,11 +37,14 @@ from vagen.learner.losses.value import value_loss
 from vagen.learner.losses.weights import BehaviourWeights, behaviour_weights, loss_weights
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
+from vagen.learner.model.collectives import add_losses, gather_over_data_parallel
 from vagen.learner.model.optimizer import Trainer
+from vagen.learner.model.pipeline import outputs_of
 
 __all__ = ["PolicyUpdate", "Scores", "TokenData", "UpdateStats", "score"]
 
 Reduce = Callable[[Tensor], Tensor]
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +91,28 @@ def score(
 
     Values are those of `critic`, of the model itself without one.
     """
+    rows = microbatches(batch.rows, batch.images, max_tokens)
+    sampling = {"temperature": batch.temperature, "forbidden_token_ids": forbidden_token_ids}
     tokens = [torch.empty(batch.num_policy_tokens) for _ in range(3)]
-    for packed, slots in microbatches(batch.rows, batch.images, max_tokens):
-        out = model(packed, temperature=batch.temperature, forbidden_token_ids=forbidden_token_ids)
+    for slots, out in outputs_of(model, rows, **sampling):
         for target, values in zip(tokens, (out.logprobs, out.entropy, out.values), strict=True):
             target[slots] = values
     if critic is not None:
         for packed, slots in microbatches(batch.valued_rows, batch.images, max_tokens):
             tokens[2][slots] = critic(packed, values_only=True).values
     bootstrap = torch.zeros(batch.num_segments)
-    for packed, slots in microbatches(batch.valued_bootstrap_rows, batch.images, max_tokens):
-        bootstrap[slots] = (critic or model)(packed, values_only=True).values
+    if critic is not None:
+        valued = microbatches(batch.valued_rows, batch.images, max_tokens)
+        for slots, out in outputs_of(critic, valued, values_only=True):
+            tokens[2][slots] = out.values
+    bootstrap = torch.zeros(batch.num_segments)
+    prompts = microbatches(batch.valued_bootstrap_rows, batch.images, max_tokens)
+    for slots, out in outputs_of(critic or model, prompts, values_only=True):
+        bootstrap[slots] = out.values
     held_to: Tensor | None = None
     if reference is not None:
         held_to = torch.empty(batch.num_policy_tokens)
-        for packed, slots in microbatches(batch.rows, batch.images, max_tokens):
-            out = reference(packed, temperature=batch.temperature, forbidden_token_ids=forbidden_token_ids)
+        for slots, out in outputs_of(reference, rows, **sampling):
             held_to[slots] = out.logprobs
     return Scores(
         logprobs=tokens[0],
@@ -139,7 +149,7 @@ class PolicyUpdate:
         if (config.loss.value_loss == "two_hot") != (model.value_range is not None):
             raise ConfigError(
                 f"$.learner.loss.value_loss: expected a model with a critic for {config.loss.value_loss}, got one of "
-                f"{model.value_head.out_features} outputs for range {model.value_range}"
+                f"{model.num_value_outputs} outputs for range {model.value_range}"
             )
         self._model = model
         self.critic = CriticUpdate(config, trainer, critic)
@@ -166,16 +176,15 @@ class PolicyUpdate:
             batch.images.encode(self._model.encode_images, self._model.merge_unit, config.max_tokens_per_microbatch)
         scores = self.score(batch)
         scored = time.perf_counter()
-        behind = (batch.versions != version).long()
-        ratio = ratio_diagnostics(scores.logprobs, batch.behaviour_logprobs, behind, config.loss.weight_cap)
         data = self.estimate(batch, scores)
         gain = step_gain(scores.logprobs - batch.behaviour_logprobs, batch.staleness, config.loss, self._reduce)
         estimated = time.perf_counter()
         alone = self.critic.is_alone(step)
         totals: dict[str, float] = defaultdict(float)
         grad_norm, lr, skipped, updates = 0.0, 0.0, 0, 0
+        numbers = _RowNumbers.of(batch, self._reduce)
         for epoch in range(config.ppo_epochs):
-            for members in self._minibatches(len(batch.rows), step, epoch):
+            for members in self._minibatches(numbers, step, epoch):
                 rates = self._rates(step, gain, alone=alone)
                 norm, was_skipped = self._minibatch(batch, members, data, rates, totals)
                 lr = rates.policy or 0.0
@@ -185,18 +194,19 @@ class PolicyUpdate:
                 self.num_updates += not alone
                 self.num_critic_updates += 1
         finished = time.perf_counter()
+        view = _GlobalView.of(batch, scores, data.outputs, version)
         return UpdateStats(
-            losses={name: value / updates for name, value in totals.items()},
+            losses={name: value / updates for name, value in add_losses(totals).items()},
             grad_norm=grad_norm / updates,
             lr=lr,
             critic_lr=rates.critic if config.critic.is_apart else None,
             num_updates=updates,
             skipped_updates=skipped,
-            ratio=ratio,
-            explained_variance=float(
-                explained_variance(scores.values, data.outputs.value_targets, data.outputs.value_mask)
+            ratio=ratio_diagnostics(
+                view.logprobs, view.behaviour_logprobs, view.is_behind.long(), config.loss.weight_cap
             ),
-            entropy=float(scores.entropy.mean()),
+            explained_variance=float(explained_variance(view.values, view.value_targets, view.value_mask)),
+            entropy=float(view.entropy.mean()),
             seconds={"score": scored - started, "advantages": estimated - scored, "update": finished - estimated},
         )
 
@@ -237,7 +247,7 @@ class PolicyUpdate:
         """
         config = self._config
         rows = [batch.rows[index] for index in members]
-        slots = torch.from_numpy(np.sort(np.concatenate([row.slots for row in rows])))
+        slots = torch.from_numpy(np.sort(np.concatenate([_NO_SLOTS, *(row.slots for row in rows)])))
         data.weigh(slots, config.loss.weighting, self._reduce)
         targets = int(self._total(data.outputs.value_mask[slots].sum()))
 
@@ -286,12 +296,14 @@ class PolicyUpdate:
             found["reference"] = self._reference
         return found
 
-    def _minibatches(self, num_rows: int, step: int, epoch: int) -> list[np.ndarray]:
-        """This rank's rows of each optimizer step: shuffled, of nearly equal number, the same number on every rank."""
-        total = num_rows if self._reduce is None else int(self._reduce(torch.tensor(float(num_rows))))
-        count = max(1, round(total / self._config.minibatch_rows))
-        shuffled = np.random.default_rng((self._seed, step, epoch)).permutation(num_rows)
-        return np.array_split(shuffled, count)
+    def _minibatches(self, numbers: _RowNumbers, step: int, epoch: int) -> list[np.ndarray]:
+        """This rank's rows of each optimizer step. Those of all ranks are the global batch's: shuffled, of nearly equal
+        number."""
+        count = max(1, round(numbers.total / self._config.minibatch_rows))
+        shuffled = np.random.default_rng((self._seed, step, epoch)).permutation(numbers.total)
+        local = np.full(numbers.total, -1)
+        local[numbers.own] = np.arange(len(numbers.own))
+        return [rows[rows >= 0] for rows in np.array_split(local[shuffled], count)]
 
     def _minibatch(
         self, batch: TrainingBatch, members: np.ndarray, data: TokenData, rates: Rates, totals: dict[str, float]
@@ -330,6 +342,50 @@ class PolicyUpdate:
     def _total(self, value: Tensor) -> float:
         value = value.double()
         return float(value if self._reduce is None else self._reduce(value))
+
+
+@dataclass(frozen=True)
+class _RowNumbers:
+    """Which rows of the global batch, counted trajectory after trajectory, this rank has."""
+
+    own: np.ndarray
+    """int64, of each row in order."""
+    total: int
+
+    @classmethod
+    def of(cls, batch: TrainingBatch, reduce: Reduce | None) -> _RowNumbers:
+        """Collective over the data-parallel ranks where there are several."""
+        if reduce is None:
+            return cls(np.arange(len(batch.rows)), len(batch.rows))
+        segments = [int(batch.segment_ids[int(row.slots[0])]) for row in batch.rows]
+        mine = torch.zeros(batch.num_global_segments, dtype=torch.float64)
+        mine[batch.positions] = torch.bincount(
+            torch.tensor(segments, dtype=torch.int64), minlength=batch.num_segments
+        ).double()
+        counts = reduce(mine).long()
+        first = (counts.cumsum(0) - counts)[batch.positions]
+        own = [int(first[segment]) + n for segment in range(batch.num_segments) for n in range(segments.count(segment))]
+        return cls(np.array(own, dtype=np.int64), int(counts.sum()))
+
+
+@dataclass(frozen=True)
+class _GlobalView:
+    """What a step's statistics are of: the tokens of all data-parallel ranks, each tensor [N of the global batch]."""
+
+    logprobs: Tensor
+    behaviour_logprobs: Tensor
+    entropy: Tensor
+    values: Tensor
+    value_targets: Tensor
+    value_mask: Tensor
+    is_behind: Tensor
+
+    @classmethod
+    def of(cls, batch: TrainingBatch, scores: Scores, outputs: AdvantageOutputs, version: int) -> _GlobalView:
+        """Collective over the data-parallel ranks. Tokens that `version` did not sample are `is_behind`."""
+        parts = (scores.logprobs, batch.behaviour_logprobs, scores.entropy, scores.values, outputs.value_targets)
+        masks = (outputs.value_mask, batch.versions != version)
+        return cls(*(gather_over_data_parallel(part) for part in (*parts, *masks)))
 
 
 class TokenData:

@@ -5,6 +5,9 @@ directory. Does not own the update (see `optimizer.py`), training checkpoints (s
 
 The value of the state before token j and the distribution of token j come from one hidden state, that of token j - 1;
 the output projection runs at scored positions only, so prompts cost nothing there.
+
+Of several pipeline stages the first has the vision tower and the embedding, the last the output projection and the
+value head.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from vagen.common.vocabulary import read_model_json
 from vagen.learner.losses.two_hot import bin_centres, expectation
 from vagen.learner.model.attention import SegmentedSeqParams
 from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
+from vagen.learner.model.collectives import from_stage, gather_over_stages, last_stage
 from vagen.learner.model.cpu_compat import compute_device
 from vagen.learner.model.deepstack import DeepstackSeqParams
 from vagen.learner.model.families import family_of
@@ -58,7 +62,8 @@ _VALUE_RANGE = "value_range"
 
 
 class VisionLanguageActorCritic(MegatronModule):
-    """Actor and critic; text-only families have `visual` None. Build with `load_hf`."""
+    """Actor and critic, this rank's part of them. `visual` is None for text-only families and behind the first stage,
+    `value_head` before the last stage. Build with `load_hf`."""
 
     def __init__(self, hf_config: Any, options: ModelOptions, source_dir: Path) -> None:
         self.family = family_of(hf_config.model_type)
@@ -67,17 +72,24 @@ class VisionLanguageActorCritic(MegatronModule):
         self.hf_config, self.source_dir = hf_config, source_dir
         self.tied = bool(hf_config.tie_word_embeddings)
         self.language_model = language_model
+        # Megatron's schedule and its reduction of gradients read these.
+        self.model_type = language_model.model_type
+        self.pre_process, self.post_process = language_model.pre_process, language_model.post_process
+        self.share_embeddings_and_output_weights = self.tied
         self.visual: nn.Module | None = None
         self._tower: VisionTower | None = None
-        if self.family.vision is not None:
+        if self.family.vision is not None and self.pre_process:
             self.visual = self.family.vision(hf_config)
             self.visual.to(options.dtype)
             self._freeze_vision(self.visual, options.freeze_vision)
             self._tower = vision_tower(self.visual)
-        # In the dtype of the rest (see build_gpt); its master copy and its product are float32.
-        self.value_head = nn.Linear(self.config.hidden_size, options.value_bins or 1, dtype=options.dtype)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.num_value_outputs = options.value_bins or 1
+        self.value_head: nn.Linear | None = None
+        if self.post_process:
+            # In the dtype of the rest (see build_gpt); its master copy and its product are float32.
+            self.value_head = nn.Linear(self.config.hidden_size, self.num_value_outputs, dtype=options.dtype)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
         self.value_range = options.value_range if options.value_bins else None
         centres = bin_centres(options.value_bins, options.value_range) if options.value_bins else None
         self._value_centres: Tensor | None
@@ -86,6 +98,7 @@ class VisionLanguageActorCritic(MegatronModule):
         self.adapter, self.base_model = options.adapter, str(source_dir)
         self._transformer_engine = uses_transformer_engine() and options.adapter is None
         if options.adapter is not None:
+            assert self.value_head is not None
             start_adapters(self, language_model, [self.value_head])
 
     def _freeze_vision(self, visual: nn.Module, what: bool | str) -> None:
@@ -108,8 +121,8 @@ class VisionLanguageActorCritic(MegatronModule):
         forbidden_token_ids: Tensor | None = None,
         detach_value: bool = False,
         values_only: bool = False,
-    ) -> TokenOutputs:
-        """Score `batch.score_positions`.
+    ) -> TokenOutputs | Tensor:
+        """Score `batch.score_positions`; a stage that is not the last returns its hidden states, [T, 1, hidden_size].
 
         Logprobs and entropy are those of softmax(logits / temperature) without `forbidden_token_ids` (int64; what the
         engine never samples, such as image placeholders). With `detach_value` the critic's loss does not reach the
@@ -118,11 +131,15 @@ class VisionLanguageActorCritic(MegatronModule):
         """
         batch.check()
         targets = batch.token_ids[batch.score_positions]
+        if forbidden_token_ids is not None:
+            forbidden_token_ids = forbidden_token_ids.to(targets.device)
         if forbidden_token_ids is not None and bool(torch.isin(targets, forbidden_token_ids).any()):
             raise TrajectoryError("score_positions", "a scored token is one that the policy can never sample")
         hidden = self._hidden_states(batch)
-        critic_input = hidden.detach() if detach_value else hidden
         head = self.value_head
+        if head is None:
+            return hidden
+        critic_input = hidden.detach() if detach_value else hidden
         answers = F.linear(critic_input.float(), head.weight.float(), head.bias.float())
         centres = self._value_centres
         value_logits = None if centres is None else answers
@@ -144,19 +161,34 @@ class VisionLanguageActorCritic(MegatronModule):
         return TokenOutputs(logprobs=logprobs, entropy=entropy, values=values, value_logits=value_logits)
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
-        """Hidden states behind the final norm of the tokens before the scored ones, [N, hidden_size]."""
+        """Hidden states behind the final norm of the tokens before the scored ones, [N, hidden_size]; behind the last
+        layer of a stage that is not the last those of all tokens, [T, 1, hidden_size]."""
         gpt = self.language_model
-        embeddings = gpt.embedding(input_ids=batch.token_ids[None], position_ids=None)
-        embeddings, image_rows, deepstack = self._with_images(embeddings, batch)
+        embeddings: Tensor | None = None
+        image_rows: Tensor | None = None
+        deepstack: Tensor | None = None
+        if self.pre_process:
+            embeddings = gpt.embedding(input_ids=batch.token_ids[None], position_ids=None)
+            embeddings, image_rows, deepstack = self._with_images(embeddings, batch)
         angles = gpt.rotary_pos_emb(batch.position_ids[:, None], gpt.mrope_section)
         rows = batch.score_positions - 1
         if self._transformer_engine:
             longest, bounds = int(batch.cu_seqlens.diff().max()), batch.cu_seqlens
             params = DeepstackSeqParams("thd", bounds, bounds, None, None, longest, longest, image_rows=image_rows)
             hidden = gpt.decoder(embeddings, None, context=deepstack, rotary_pos_emb=angles, packed_seq_params=params)
-            return hidden[rows, 0]
-        segments = SegmentedSeqParams.build(batch.cu_seqlens, angles, rows, embeddings.dtype, image_rows)
-        return gpt.decoder(embeddings, None, context=deepstack, packed_seq_params=segments)[:, 0]
+            return hidden[rows, 0] if self.post_process else hidden
+        segments = SegmentedSeqParams.build(batch.cu_seqlens, angles, rows, self.config.params_dtype, image_rows)
+        hidden = gpt.decoder(embeddings, None, context=deepstack, packed_seq_params=segments)
+        return hidden[:, 0] if self.post_process else hidden
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Give the decoder what the stage before sent; megatron's schedule calls this."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """This stage's copy of a tied embedding, whose gradients megatron sums over both stages that have one."""
+        weight: Tensor | None = self.language_model.shared_embedding_or_output_weight()
+        return weight
 
     def _with_images(self, embeddings: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[T, 1, hidden_size] with image features at the placeholders; the placeholders int64 [M]; and the features
@@ -224,13 +256,13 @@ class VisionLanguageActorCritic(MegatronModule):
             if model.visual is not None:
                 named = [(family.vision_name(name), tensor) for name, tensor in state.items()]
                 model.visual.load_state_dict({name: tensor for name, tensor in named if name is not None})
-            if (source / VALUE_HEAD_FILE).is_file():
-                model._load_value_head(source / VALUE_HEAD_FILE)
+            if model.value_head is not None and (source / VALUE_HEAD_FILE).is_file():
+                model._load_value_head(model.value_head, source / VALUE_HEAD_FILE)
         except RuntimeError as error:
             raise CheckpointError(f"{source}: {error}") from error
         return model.to(compute_device())
 
-    def _load_value_head(self, file: Path) -> None:
+    def _load_value_head(self, head: nn.Linear, file: Path) -> None:
         """A head of other bins or another range answers another question: it is left alone, with a warning.
 
         Raises RuntimeError for one of another hidden size.
@@ -238,7 +270,7 @@ class VisionLanguageActorCritic(MegatronModule):
         with safe_open(file, framework="pt") as content:
             state = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
             found_range = (content.metadata() or {}).get(_VALUE_RANGE)
-        weight, wanted = state.get("weight"), self.value_head.weight
+        weight, wanted = state.get("weight"), head.weight
         if weight is not None and weight.shape[1:] == wanted.shape[1:]:
             found_head = (len(weight), found_range)
             wanted_head = (len(wanted), self._value_metadata.get(_VALUE_RANGE))
@@ -248,24 +280,24 @@ class VisionLanguageActorCritic(MegatronModule):
                     *(file, found_head, wanted_head),
                 )
                 return
-        self.value_head.load_state_dict(state)
+        head.load_state_dict(state)
 
     @property
     def _value_metadata(self) -> dict[str, str]:
         return {} if self.value_range is None else {_VALUE_RANGE: json.dumps(self.value_range)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of vision tower, then decoder; collective over tensor-parallel ranks."""
-        if self.visual is not None:
-            for name, tensor in self.visual.state_dict().items():
-                yield f"{self.family.vision_prefix}{name}", tensor
+        """(HF name, whole tensor) of vision tower, then decoder; collective over the ranks of a copy of the model."""
+        vision = {} if self.visual is None else self.visual.state_dict()
+        for name in gather_over_stages(list(vision))[0]:
+            yield f"{self.family.vision_prefix}{name}", from_stage(vision.get(name), 0)
         yield from hf_tensors(self.language_model, self._rules)
 
     @torch.no_grad()
     def copy_policy(self, source: VisionLanguageActorCritic) -> None:
         """Take over the weights of a model of the same shape, but for the value head.
 
-        Collective over tensor-parallel ranks.
+        Collective as `export_hf_state`.
         """
         load_decoder(self.language_model, self._rules, dict(hf_tensors(source.language_model, source._rules)))
         if self.visual is not None and source.visual is not None:
@@ -274,7 +306,7 @@ class VisionLanguageActorCritic(MegatronModule):
     def export_hf_state(self) -> dict[str, Tensor]:
         """Copies of all tensors under the names of transformers' `state_dict()`; a tied `lm_head.weight` is listed.
 
-        Collective over tensor-parallel ranks; every rank gets the whole.
+        Collective over the ranks of a copy of the model; every one of them gets the whole.
         """
         state = {name: tensor.detach().clone() for name, tensor in self._named_tensors()}
         if self.tied:
@@ -284,7 +316,7 @@ class VisionLanguageActorCritic(MegatronModule):
     def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `engine_named_tensors`, one after the other and not copied: they change with the next optimizer step.
 
-        Collective over tensor-parallel ranks, each of which must iterate to the end.
+        Collective over the ranks of a copy of the model, each of which must iterate to the end.
         """
         return ((self.family.engine_name(name), tensor.detach()) for name, tensor in self._named_tensors())
 
@@ -293,7 +325,7 @@ class VisionLanguageActorCritic(MegatronModule):
         `lm_head.weight`.
 
         A tied head is the embedding itself in SGLang (one parameter, listed once), so it is left out unless
-        `include_tied_head`. Collective over tensor-parallel ranks; every rank gets the whole.
+        `include_tied_head`. Collective over the ranks of a copy of the model; every one of them gets the whole.
         """
         named = self._copies(self.family.engine_name)
         if self.tied and include_tied_head:
@@ -325,12 +357,17 @@ class VisionLanguageActorCritic(MegatronModule):
         """
         state = {name: tensor.to("cpu", dtype) for name, tensor in self._copies(self.family.disk_name)}
         low_rank = {name: x.clone().cpu() for name, x in adapter_tensors(self.language_model, self._rules)}
+        head = self.value_head_state()
         if torch.distributed.get_rank() == 0:
             copy_companions(self.source_dir, target)
             set_dtype(target / "config.json", dtype or self.config.params_dtype)
             write_weights(state, target, max_shard_bytes or MAX_SHARD_BYTES)
-            head = {name: tensor.detach().cpu() for name, tensor in self.value_head.state_dict().items()}
             save_file(head, target / VALUE_HEAD_FILE, metadata=self._value_metadata or None)
             if self.adapter is not None:
                 layers = f"{self.family.text_prefix}layers."
                 save_adapter(target / "adapter", low_rank, self.adapter, self.base_model, layers)
+
+    def value_head_state(self) -> dict[str, Tensor]:
+        """Weights of the value head, on the CPU. Collective as `export_hf_state`."""
+        state = {} if self.value_head is None else self.value_head.state_dict()
+        return {name: from_stage(state.get(name), last_stage()).detach().cpu() for name in ("weight", "bias")}

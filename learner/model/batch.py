@@ -87,3 +87,27 @@ class TokenOutputs:
     entropy: Tensor
     values: Tensor
     value_logits: Tensor | None = None
+
+    def to(self, device: torch.device) -> TokenOutputs:
+        return TokenOutputs(
+            logprobs=self.logprobs.to(device),
+            entropy=self.entropy.to(device),
+            values=self.values.to(device),
+            value_logits=None if self.value_logits is None else self.value_logits.to(device),
+        )
+
+    def packed(self) -> Tensor:
+        """All in one float32 [3 + bins, N], to be sent; without logprobs and entropy where these are empty."""
+        bins = [] if self.value_logits is None else list(self.value_logits.unbind(-1))
+        policy = [self.logprobs, self.entropy] if len(self.logprobs) else []
+        return torch.stack([self.values, *policy, *bins])
+
+    @classmethod
+    def unpacked(cls, content: Tensor, *, values_only: bool) -> TokenOutputs:
+        """The inverse of `packed`."""
+        values, *rest = content.unbind()
+        policy, bins = (rest[:0], rest) if values_only else (rest[:2], rest[2:])
+        logprobs, entropy = policy or (values.new_empty(0), values.new_empty(0))
+        return cls(
+            logprobs=logprobs, entropy=entropy, values=values, value_logits=torch.stack(bins, -1) if bins else None
+        )

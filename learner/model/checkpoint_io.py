@@ -203,7 +203,7 @@ def _fingerprint(model: VisionLanguageActorCritic) -> dict[str, Any]:
     config = model.config
     critic = {}
     if model.value_range is not None:
-        critic = {"value_bins": model.value_head.out_features, "value_range": list(model.value_range)}
+        critic = {"value_bins": model.num_value_outputs, "value_range": list(model.value_range)}
     return {
         "model_type": model.family.model_type,
         "num_layers": config.num_layers,
@@ -216,8 +216,7 @@ def _fingerprint(model: VisionLanguageActorCritic) -> dict[str, Any]:
 
 
 def _world() -> dict[str, int]:
-    place = topology()
-    return {"tp_size": place.tp_size, "dp_size": place.dp_size}
+    return topology().sizes
 
 
 def _sharded_state(
@@ -243,9 +242,7 @@ def _sharded_part(model: VisionLanguageActorCritic, trainer: Trainer | None, *, 
     sharded_model = model.sharded_state_dict()
     state: dict[str, Any] = {"model": sharded_model}
     if trainer is not None:
-        state["optimizer"] = trainer.optimizer.sharded_state_dict(
-            sharded_model, is_loading=is_loading, metadata=dict(_SHARDING)
-        )
+        state["optimizer"] = trainer.sharded_state(sharded_model, is_loading=is_loading, metadata=dict(_SHARDING))
     return state
 
 

@@ -11,6 +11,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vagen.common.errors import ConfigError
+from vagen.learner.layout import ParallelLayout
+from vagen.learner.model.collectives import is_first_stage, is_last_stage, num_stages
+from vagen.learner.model.cpu_compat import cuda_as_cpu
 from vagen.learner.model.families.base import ModelFamily, refuse_unsupported, rotary_base
 from vagen.learner.model.lora import AdapterOptions, adapt_layers
 from vagen.learner.model.rotary import InterleavedRotaryEmbedding
@@ -42,13 +45,12 @@ class ModelOptions:
 def transformer_config(family: ModelFamily, text_config: Any, options: ModelOptions) -> TransformerConfig:
     """Megatron's config of an HF text config. Raises ConfigError for what cannot be represented or sharded."""
     refuse_unsupported(text_config)
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        if getattr(text_config, name) % tp:
-            raise ConfigError(f"config.json: {name} {getattr(text_config, name)} does not divide by {tp} TP ranks")
+    tp, stages = parallel_state.get_tensor_model_parallel_world_size(), num_stages()
+    ParallelLayout(tensor=tp, pipeline=stages).require_model(text_config.to_dict(), "config.json")
     peculiar = family.transformer_options(text_config)
-    if tp > 1 and peculiar.get("num_moe_experts"):
-        raise ConfigError(f"learner.tensor_parallel_size: expected 1 for a mixture of experts, got {tp}")
+    for axis, size in (("tensor", tp), ("pipeline", stages)):
+        if size > 1 and peculiar.get("num_moe_experts"):
+            raise ConfigError(f"learner.{axis}_parallel_size: expected 1 for a mixture of experts, got {size}")
     cuda = torch.cuda.is_available()
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -67,6 +69,12 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
         hidden_dropout=0.0,
         mrope_section=family.mrope_section(text_config),
         tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=options.dtype,
+        # Packs differ in length.
+        variable_seq_lengths=stages > 1,
+        # Of no account but for a check of the line above.
+        moe_token_dispatcher_type="alltoall" if stages > 1 else "allgather",
         params_dtype=options.dtype,
         bf16=options.bf16,
         # Weights come from a file. Turning initialisation off would also leave out the attributes by which megatron
@@ -90,7 +98,7 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
 
 
 def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPTModel:
-    """A GPTModel of this rank's shards with uninitialised weights, on the CPU or on this rank's GPU.
+    """A GPTModel of this rank's shards of its stage, with uninitialised weights, on the CPU or on this rank's GPU.
 
     `hf_config` is the top-level config: a vision-language model states there whether input and output embeddings
     are tied.
@@ -98,22 +106,31 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
     text_config = family.text_config(hf_config)
     config = transformer_config(family, text_config, options)
     deepstack = family.num_deepstack(hf_config)
-    if deepstack >= config.num_layers:
-        raise ConfigError(f"config.json: {deepstack} deepstack_visual_indexes for {config.num_layers} decoder layers")
+    per_stage = config.num_layers // num_stages()
+    if deepstack >= config.num_layers or (num_stages() > 1 and deepstack > per_stage):
+        raise ConfigError(
+            f"config.json: {deepstack} deepstack_visual_indexes for {config.num_layers} decoder layers in "
+            f"{num_stages()} PP stages; the first stage must hold all layers that add inner vision features"
+        )
     engine = uses_transformer_engine() and options.adapter is None
     spec = decoder_layer_spec(config, transformer_engine=engine, deepstack=deepstack > 0)
     if options.adapter is not None:
+        if num_stages() > 1:
+            raise ConfigError("$.learner.lora: not available with pipeline stages ($.learner.pipeline_parallel_size)")
         adapt_layers(spec, options.adapter, config)
-    gpt = GPTModel(
-        config,
-        spec,
-        vocab_size=text_config.vocab_size,
-        max_sequence_length=text_config.max_position_embeddings,
-        position_embedding_type="mrope",
-        rotary_base=rotary_base(text_config),
-        parallel_output=True,
-        share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
-    )
+    with cuda_as_cpu():
+        gpt = GPTModel(
+            config,
+            spec,
+            vocab_size=text_config.vocab_size,
+            max_sequence_length=text_config.max_position_embeddings,
+            position_embedding_type="mrope",
+            rotary_base=rotary_base(text_config),
+            pre_process=is_first_stage(),
+            post_process=is_last_stage(),
+            parallel_output=True,
+            share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
+        )
     if family.interleaved_mrope:
         gpt.rotary_pos_emb = InterleavedRotaryEmbedding(config.kv_channels, 1.0, rotary_base=rotary_base(text_config))
     # torch's norms ignore params_dtype, and megatron's distributed optimizer confuses the tensors of a parameter group

@@ -7,8 +7,10 @@ learning-rate schedules or files.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import (
@@ -27,10 +29,13 @@ from torch import Tensor
 
 from vagen.common.errors import ConfigError
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
-from vagen.learner.model.batch import PackedBatch, TokenOutputs
+from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.cpu_compat import cuda_as_cpu
+from vagen.learner.model.pipeline import Microbatches, add_gradients
 
 __all__ = ["AdamOptions", "StepStats", "Trainer"]
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +67,8 @@ class StepStats:
 class Trainer:
     """A model with its gradients and optimizer state. All methods are collective over all ranks.
 
-    Per step: `zero_grad()`, any number of `forward` / `backward`, then `step(lr)`, or `grad_norm()` instead. Gradients
-    are **summed** over microbatches and data-parallel ranks, so a loss is normalised by the global count of what it
+    Per step: `zero_grad()`, any number of `accumulate`, then `step(lr)`, or `grad_norm()` instead. Gradients are
+    **summed** over microbatches and data-parallel ranks, so a loss is normalised by the global count of what it
     averages over.
     """
 
@@ -93,32 +98,16 @@ class Trainer:
             self.optimizer: Any = get_megatron_optimizer(config, [self._ddp], config_overrides=overrides)
         self._prime()
 
-    def forward(
-        self,
-        batch: PackedBatch,
-        *,
-        temperature: float = 1.0,
-        forbidden_token_ids: Tensor | None = None,
-        detach_value: bool = False,
-        values_only: bool = False,
-    ) -> TokenOutputs:
-        """As `VisionLanguageActorCritic.forward`."""
-        return self._ddp(
-            batch,
-            temperature=temperature,
-            forbidden_token_ids=forbidden_token_ids,
-            detach_value=detach_value,
-            values_only=values_only,
-        )
-
     def zero_grad(self) -> None:
         """Clear the gradients of a step."""
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a scalar loss."""
-        loss.backward()
+    def accumulate(
+        self, microbatches: Microbatches[Key], loss: Callable[[Key, TokenOutputs], Tensor], **options: Any
+    ) -> None:
+        """Add the gradient of the sum of losses of microbatches: see `pipeline.add_gradients`."""
+        add_gradients(self._ddp, microbatches, loss, **options)
 
     def step(self, lr: float, *, critic_lr: float | None = None) -> StepStats:
         """Reduce, clip and apply the accumulated gradients with this learning rate; `critic_lr` is the value head's
@@ -155,6 +144,14 @@ class Trainer:
                 group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
             self.optimizer.step_with_ready_grads()
 
+    def sharded_state(self, sharded_model: Mapping[str, Any], *, is_loading: bool, metadata: dict[str, Any]) -> Any:
+        """megatron's sharded state dict of the optimizer, for a model's; any layout can load it."""
+        with ExitStack() as stack:
+            for part in self.inner_optimizers():
+                for buffer in part.buffers:
+                    stack.enter_context(_without_padding(buffer))
+            return self.optimizer.sharded_state_dict(sharded_model, is_loading=is_loading, metadata=metadata)
+
     def inner_optimizers(self) -> list[Any]:
         """megatron's distributed optimizers, each around one torch optimizer (`.optimizer`)."""
         return list(self.optimizer.chained_optimizers)
@@ -176,3 +173,24 @@ class Trainer:
 def _critic_group(config: OptimizerConfig) -> dict[ParamKey, Any]:
     """megatron's own groups and one for the value head, under a key by which checkpoints tell groups apart."""
     return {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): {"is_decoupled_lr": True}}
+
+
+@contextmanager
+def _without_padding(buffer: Any) -> Iterator[None]:
+    """Places of a buffer's parameters as if its buckets had no padding behind them.
+
+    megatron 0.16 joins the buckets' states without their padding, and then looks parameters up with it: behind the
+    first bucket of several (a tied embedding on two stages has one of its own) a checkpoint would hold other values.
+    """
+    places, shift, shifts = buffer.param_index_map, 0, []
+    for bucket in buffer.buckets:
+        shifts.append(shift)
+        shift += bucket.grad_data.numel() - bucket.numel_unpadded
+    buffer.param_index_map = {
+        parameter: (start - shifts[bucket], end - shifts[bucket], bucket)
+        for parameter, (start, end, bucket) in places.items()
+    }
+    try:
+        yield
+    finally:
+        buffer.param_index_map = places

@@ -1,7 +1,7 @@
 """torch.distributed and megatron's process groups for one learner process.
 
-Owns start and end of both, and the seeds. One process without torchrun's environment is a world of its own (no
-port is opened). Refuses what the model does not implement: pipeline and context parallelism are always 1.
+Owns start and end of both, the seeds, and the sentences for a world that does not divide. One process without
+torchrun's environment is a world of its own (no port is opened). What ranks tell each other is `collectives.py`'s.
 """
 
 from __future__ import annotations
@@ -20,44 +20,43 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from vagen.common.errors import ConfigError
+from vagen.learner.layout import ParallelLayout
 from vagen.learner.model import cpu_compat
 
-__all__ = [
-    "ParallelTopology",
-    "count_votes",
-    "destroy",
-    "init",
-    "parallel_session",
-    "sum_over_data_parallel",
-    "topology",
-]
+__all__ = ["ParallelTopology", "destroy", "init", "parallel_session", "topology"]
 
 _GENERATIONS = itertools.count()
+_ALONE = ParallelLayout()
 
 
 @dataclass(frozen=True)
 class ParallelTopology:
-    """Where this process stands: global rank, tensor-parallel and data-parallel coordinates."""
+    """Where this process stands: global rank, and its coordinate on each axis of the layout."""
 
     rank: int
     world_size: int
     tp_rank: int
     tp_size: int
+    pp_rank: int
+    pp_size: int
     dp_rank: int
     dp_size: int
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks on each axis: what a checkpoint says it was saved by."""
+        return {"tp_size": self.tp_size, "pp_size": self.pp_size, "dp_size": self.dp_size}
 
-def init(*, tensor_parallel_size: int = 1, seed: int = 1, timeout_s: float = 600.0) -> ParallelTopology:
+
+def init(layout: ParallelLayout = _ALONE, *, seed: int = 1, timeout_s: float = 600.0) -> ParallelTopology:
     """Start torch.distributed (NCCL on GPUs, gloo on CPU) and megatron's groups, then seed every generator.
 
     torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK are used where set. Dropout-like streams are
-    seeded alike on data-parallel ranks and apart on tensor-parallel ranks, as megatron does.
-    Raises ConfigError where the world does not divide into tensor-parallel groups.
+    seeded alike on data-parallel ranks and apart on tensor-parallel and pipeline ranks, as megatron does.
+    Raises ConfigError where the world does not divide into the layout.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
-        raise ConfigError(f"tensor_parallel_size must divide the {world_size} processes, got {tensor_parallel_size}")
+    layout.require_world(world_size)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -71,7 +70,9 @@ def init(*, tensor_parallel_size: int = 1, seed: int = 1, timeout_s: float = 600
         store, rank = dist.HashStore(), 0  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     cpu_compat.install()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline
+    )
     _seed(seed)
     return topology()
 
@@ -83,24 +84,11 @@ def topology() -> ParallelTopology:
         world_size=dist.get_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
-
-
-def sum_over_data_parallel(value: torch.Tensor) -> torch.Tensor:
-    """The sum over the data-parallel ranks, in place; all of them must call."""
-    dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
-    return value
-
-
-def count_votes(*votes: bool) -> list[int]:
-    """How many ranks say yes to each question; all must ask the same ones. Free with one rank."""
-    if dist.get_world_size() == 1:
-        return [int(vote) for vote in votes]
-    counts = torch.tensor(votes, dtype=torch.int64, device=cpu_compat.compute_device())
-    dist.all_reduce(counts)
-    return [int(count) for count in counts]
 
 
 def destroy() -> None:
@@ -112,11 +100,11 @@ def destroy() -> None:
 
 @contextmanager
 def parallel_session(
-    *, tensor_parallel_size: int = 1, seed: int = 1, timeout_s: float = 600.0
+    layout: ParallelLayout = _ALONE, *, seed: int = 1, timeout_s: float = 600.0
 ) -> Iterator[ParallelTopology]:
     """`init` on entry, `destroy` on exit."""
     try:
-        yield init(tensor_parallel_size=tensor_parallel_size, seed=seed, timeout_s=timeout_s)
+        yield init(layout, seed=seed, timeout_s=timeout_s)
     finally:
         destroy()
 

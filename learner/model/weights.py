@@ -1,11 +1,15 @@
-"""Moves decoder weights between transformers' layout and megatron's tensor-parallel shards, exactly.
+"""Moves decoder weights between transformers' layout and megatron's shards of stages, exactly.
 
 Owns fusing, splitting, sharding and gathering under the rules of a family. Knows no file format and no model family.
+
+Rules name layers as the whole decoder counts them; a stage has some of the rules' parameters, and the last one a copy
+of the embedding where the output projection is tied to it.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +18,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from vagen.common.errors import CheckpointError
+from vagen.learner.model.collectives import from_stage, gather_over_stages, num_stages
 from vagen.learner.model.families.base import Layout, WeightRule
 from vagen.learner.model.lora import adapted_layers, is_adapter, layer_weight
 
 __all__ = ["adapter_tensors", "hf_tensors", "load_decoder"]
 
+_EMBEDDING = "embedding.word_embeddings.weight"
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 _TRANSFORMER_ENGINE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -35,11 +43,14 @@ def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str,
 
     Raises CheckpointError naming a tensor that is missing or has another shape, and where a parameter has no rule.
     """
-    parameters = {name: x for name, x in gpt.named_parameters() if not is_adapter(name)}
+    parameters = {name: parameter for name, (_, parameter) in _parameters(gpt).items()}
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for rule in rules:
-        parameter = parameters.pop(_local_name(rule.megatron, parameters))
+        name = _local_name(rule.megatron, parameters)
+        if name not in parameters and num_stages() > 1:
+            continue
+        parameter = parameters.pop(name)
         missing = [name for name in rule.hf if name not in state]
         if missing:
             raise CheckpointError(f"weights lack {missing[0]}")
@@ -50,20 +61,30 @@ def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str,
             parameter.copy_(shard)
     if parameters:
         raise CheckpointError(f"no weights for {sorted(parameters)}")
+    head = _tied_copy(gpt)
+    if head is not None:
+        whole = next(state[name] for rule in rules for name in rule.hf if rule.megatron == _EMBEDDING)
+        with torch.no_grad():
+            head.copy_(whole.chunk(size)[rank])
 
 
 def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str, Tensor]]:
     """(HF name, whole tensor, adapters merged) of the decoder, layer by layer, one rule gathered at a time.
 
-    Collective over the tensor-parallel group: every rank must iterate to the end. Tensors may share memory with the
-    parameters: clone what outlives the next step.
+    Collective over the tensor-parallel and the pipeline group: every rank must iterate to the end. Tensors may share
+    memory with the parameters: clone what outlives the next step.
     """
-    parameters = dict(gpt.named_parameters())
+    parameters = _parameters(gpt)
     group = parallel_state.get_tensor_model_parallel_group()
+    names = [_local_name(rule.megatron, parameters) for rule in rules]
+    held = gather_over_stages([index for index, name in enumerate(names) if name in parameters])
+    stage_of = {index: stage for stage, indices in enumerate(held) for index in indices}
     experts: list[Tensor] = []
-    for rule, following in itertools.zip_longest(rules, rules[1:]):
-        name = _local_name(rule.megatron, parameters)
-        parts = _split(rule, _gather(rule, layer_weight(gpt, name, parameters[name]), group), gpt.config)
+    for index, (rule, following) in enumerate(itertools.zip_longest(rules, rules[1:])):
+        name, whole = names[index], None
+        if name in parameters:
+            whole = _gather(rule, layer_weight(gpt, *parameters[name]), group)
+        parts = _split(rule, from_stage(whole, stage_of[index]), gpt.config)
         if rule.expert is None:
             yield from zip(rule.hf, parts, strict=True)
             continue
@@ -88,6 +109,24 @@ def adapter_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tupl
             layer = name.removesuffix(".weight")
             yield f"{layer}.lora_A.weight", a
             yield f"{layer}.lora_B.weight", part
+
+
+def _parameters(gpt: GPTModel) -> dict[str, tuple[str, Tensor]]:
+    """Parameters of this stage that rules name, by those names, with the stage's own."""
+    offset = get_transformer_layer_offset(gpt.config)
+    copy = _tied_copy(gpt)
+    return {
+        _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + offset}.", name): (name, parameter)
+        for name, parameter in gpt.named_parameters()
+        if parameter is not copy and not is_adapter(name)
+    }
+
+
+def _tied_copy(gpt: GPTModel) -> Tensor | None:
+    """The last stage's copy of an embedding that the output projection is tied to."""
+    if gpt.share_embeddings_and_output_weights and gpt.post_process and not gpt.pre_process:
+        return gpt.shared_embedding_or_output_weight()
+    return None
 
 
 def _local_name(name: str, parameters: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -14,7 +15,6 @@ from vagen.buffer.manifest import Manifest, ManifestEntry
 from vagen.common.config import convert
 from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
-from vagen.learner import journal as journal_module
 from vagen.learner.alarms import AlarmConfig, CollapseAlarms
 from vagen.learner.journal import StepJournal
 
@@ -165,21 +165,15 @@ STATS = SimpleNamespace(
 )
 
 
-def write(file, steps, metrics, monkeypatch, settings=None) -> list[dict]:
+def write(file, steps, metrics, settings=None) -> list[dict]:
     """Journal steps whose batches have these reward spreads, and return their lines; `settings` changed by step."""
     journal = StepJournal(file, metrics, AlarmConfig())
-    spreads = iter(steps)
-    monkeypatch.setattr(journal_module, "_batch_fields", lambda batch: _batch_fields(next(spreads)))
     entry = ManifestEntry(trajectory_id="t", num_bytes=1, oldest_step=0, staleness=0, group_id="g")
-    feed = SimpleNamespace(
-        batch=SimpleNamespace(staleness=SimpleNamespace(tolist=lambda: [0])),
-        manifest=Manifest(step=0, entries=(entry,), sealed_at=0.0),
-        notes=None,
-    )
-    lines = [
-        journal.write(step, feed, STATS, None, None, {"total": 1.0}, (settings or {}).get(step))
-        for step in range(len(steps))
-    ]
+    feed = SimpleNamespace(manifest=Manifest(step=0, entries=(entry,), sealed_at=0.0), notes=None)
+    lines = []
+    for step, reward_std in enumerate(steps):
+        summary = SimpleNamespace(staleness=[0], fields=functools.partial(_batch_fields, reward_std))
+        lines.append(journal.write(step, feed, summary, STATS, None, None, {"total": 1.0}, (settings or {}).get(step)))
     journal.close()
     return lines
 
@@ -191,10 +185,10 @@ def _batch_fields(reward_std: float) -> dict:
     }
 
 
-def test_the_journal_warns_counts_and_lists(tmp_path, monkeypatch, caplog):
+def test_the_journal_warns_counts_and_lists(tmp_path, caplog):
     metrics = Metrics("vagen_learner", "run")
     with caplog.at_level(logging.INFO, "vagen.learner.journal"):
-        lines = write(tmp_path / "metrics.jsonl", [0.4, 0.0, 0.0, 0.0, 0.0, 0.4, 0.4, 0.4], metrics, monkeypatch)
+        lines = write(tmp_path / "metrics.jsonl", [0.4, 0.0, 0.0, 0.0, 0.0, 0.4, 0.4, 0.4], metrics)
     assert [one["alarms"] for one in lines] == [[], [], [], ["reward_std"], *[["reward_std"]] * 3, []]
     assert [json.loads(text)["alarms"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
         one["alarms"] for one in lines
@@ -207,19 +201,19 @@ def test_the_journal_warns_counts_and_lists(tmp_path, monkeypatch, caplog):
     assert metrics.registry.get_sample_value("vagen_learner_alarms_total", labels) == 1
 
 
-def test_a_restart_goes_on_from_the_lines_on_disk(tmp_path, monkeypatch):
+def test_a_restart_goes_on_from_the_lines_on_disk(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    write(file, [0.4, 0.0, 0.0], Metrics("vagen_learner", "run"), monkeypatch)
+    write(file, [0.4, 0.0, 0.0], Metrics("vagen_learner", "run"))
     with file.open("a") as torn:
         torn.write('{"step": 3, "rew')
     metrics = Metrics("vagen_learner", "run")
-    (line,) = write(file, [0.0], metrics, monkeypatch)
+    (line,) = write(file, [0.0], metrics)
     assert line["alarms"] == ["reward_std"]
     assert len([json.loads(text) for text in file.read_text().splitlines()]) == 4, "a torn line is not continued"
 
 
-def test_settings_are_in_the_line_of_the_step_after_which_they_were_changed(tmp_path, monkeypatch):
+def test_settings_are_in_the_line_of_the_step_after_which_they_were_changed(tmp_path):
     changed = {1: {"max_staleness": {"value": 5, "source": "live"}}, 2: {}}
-    write(tmp_path / "metrics.jsonl", [0.4] * 3, Metrics("vagen_learner", "run"), monkeypatch, changed)
+    write(tmp_path / "metrics.jsonl", [0.4] * 3, Metrics("vagen_learner", "run"), changed)
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("settings") for line in lines] == [None, changed[1], None]

@@ -53,14 +53,14 @@ def _randomise(model: Any) -> Any:
 def save_vl(tmp_path: Path) -> SaveModel:
     """Qwen2.5-VL: returns (transformers model, its directory)."""
 
-    def build(*, tied: bool = False, windows: bool = True, name: str = "vl") -> tuple[Any, Path]:
+    def build(*, tied: bool = False, windows: bool = True, name: str = "vl", num_layers: int = 3) -> tuple[Any, Path]:
         torch.manual_seed(0)
         config = Qwen2_5_VLConfig(
             text_config={
                 "vocab_size": 512,
                 "hidden_size": 64,
                 "intermediate_size": 160,
-                "num_hidden_layers": 3,
+                "num_hidden_layers": num_layers,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "max_position_embeddings": 512,
@@ -100,9 +100,10 @@ def save_vl(tmp_path: Path) -> SaveModel:
 def save_qwen3_vl(tmp_path: Path) -> SaveModel:
     """Qwen3-VL with features of two inner blocks: returns (transformers model, its directory)."""
 
-    def build(*, tied: bool = False, name: str = "qwen3_vl") -> tuple[Any, Path]:
-        config = Qwen3VLConfig(**_qwen3_vl_settings(tied))
-        return _save_qwen3_vl(Qwen3VLForConditionalGeneration, config, tmp_path / name)
+    def build(*, tied: bool = False, name: str = "qwen3_vl", num_layers: int = 3) -> tuple[Any, Path]:
+        settings = _qwen3_vl_settings(tied)
+        settings["text_config"]["num_hidden_layers"] = num_layers
+        return _save_qwen3_vl(Qwen3VLForConditionalGeneration, Qwen3VLConfig(**settings), tmp_path / name)
 
     return build
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from vagen.learner.layout import ParallelLayout
 from vagen.learner.model import parallel
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
-from vagen.learner.model.batch import PackedBatch
+from vagen.learner.model.batch import PackedBatch, TokenOutputs
 from vagen.learner.model.checkpoint_io import load_checkpoint, save_checkpoint
 from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.lora import AdapterOptions
@@ -21,13 +22,16 @@ OPTIONS = ModelOptions(adapter=AdapterOptions(rank=4, alpha=16.0))
 ADAM = AdamOptions(eps=1e-3, weight_decay=0.1, clip_grad=0.5)
 
 
+def loss_of(_: None, out: TokenOutputs) -> torch.Tensor:
+    return (out.logprobs.sum() + (out.values - 1).square().sum()) / 24
+
+
 def train_steps(trainer: Trainer, batch: PackedBatch, count: int) -> list[float]:
     """Gradient norms of some steps."""
     norms = []
     for _ in range(count):
         trainer.zero_grad()
-        out = trainer.forward(batch)
-        trainer.backward((out.logprobs.sum() + (out.values - 1).square().sum()) / 24)
+        trainer.accumulate([(batch, None)], loss_of)
         norms.append(trainer.step(1e-2).grad_norm)
     return norms
 
@@ -52,7 +56,7 @@ def run(work: Path, batch: PackedBatch) -> dict[str, Any]:
 def main(work: Path) -> None:
     torch.set_num_threads(1)
     batch: PackedBatch = torch.load(work / "batch.pt", weights_only=False)
-    with parallel.parallel_session(tensor_parallel_size=2, timeout_s=60) as place:
+    with parallel.parallel_session(ParallelLayout(tensor=2), timeout_s=60) as place:
         result = run(work, batch)
         if place.rank == 0:
             torch.save(result, work / "result.pt")

@@ -8,13 +8,24 @@ from typing import Any
 
 import torch
 
+from vagen.learner.layout import ParallelLayout
 from vagen.learner.model import parallel
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
-from vagen.learner.model.batch import PackedBatch
+from vagen.learner.model.batch import PackedBatch, TokenOutputs
 from vagen.learner.model.checkpoint_io import load_checkpoint, save_checkpoint
 from vagen.learner.model.optimizer import AdamOptions, Trainer
+from vagen.learner.model.pipeline import outputs_of
 
+LAYOUTS = (ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout())
 FORBIDDEN = torch.tensor([500, 501, 502])
+
+
+def name_of(place: parallel.ParallelTopology) -> str:
+    return f"tp{place.tp_size}-pp{place.pp_size}-dp{place.dp_size}"
+
+
+def loss_of(_: None, out: TokenOutputs) -> torch.Tensor:
+    return (out.logprobs.sum() + out.entropy.sum() + (out.values - 1).square().sum()) / 24
 
 
 def train_steps(trainer: Trainer, batches: list[PackedBatch], place: parallel.ParallelTopology) -> list[float]:
@@ -22,10 +33,8 @@ def train_steps(trainer: Trainer, batches: list[PackedBatch], place: parallel.Pa
     norms = []
     for _ in range(2):
         trainer.zero_grad()
-        for batch in batches[place.dp_rank :: place.dp_size]:
-            out = trainer.forward(batch, forbidden_token_ids=FORBIDDEN)
-            loss = out.logprobs.sum() + out.entropy.sum() + (out.values - 1).square().sum()
-            trainer.backward(loss / 24)
+        mine = [(batch, None) for batch in batches[place.dp_rank :: place.dp_size]]
+        trainer.accumulate(mine, loss_of, forbidden_token_ids=FORBIDDEN)
         norms.append(trainer.step(1e-3).grad_norm)
     return norms
 
@@ -34,31 +43,31 @@ def run(work: Path, batches: list[PackedBatch], place: parallel.ParallelTopology
     """Everything that must not depend on the layout; resumes `work / "foreign"` where it exists, else makes it."""
     model = VisionLanguageActorCritic.load_hf(work / "vl").train()
     result: dict[str, Any] = {"loaded": model.export_hf_state()}
-    with torch.no_grad():
-        outputs = [model(batch, temperature=0.8, forbidden_token_ids=FORBIDDEN) for batch in batches]
+    every = [(batch, None) for batch in batches]
+    outputs = [out for _, out in outputs_of(model, every, temperature=0.8, forbidden_token_ids=FORBIDDEN)]
     result["outputs"] = [(out.logprobs, out.entropy, out.values) for out in outputs]
     trainer = Trainer(model, AdamOptions(eps=1e-3, weight_decay=0.1, clip_grad=0.5))
     result["norms"] = train_steps(trainer, batches, place)
     result["trained"], result["engine"] = model.export_hf_state(), dict(model.engine_named_tensors())
     if not (work / "foreign").exists():
         save_checkpoint(work / "foreign", model, trainer, {"step": 2})
-    save_checkpoint(work / f"own-{place.tp_size}-{place.dp_size}", model, trainer, {"step": 2})
+    save_checkpoint(work / f"own-{name_of(place)}", model, trainer, {"step": 2})
     load_checkpoint(work / "foreign", model, trainer)
     result["resumed"] = model.export_hf_state()
     result["resumed_norms"] = train_steps(trainer, batches, place)
     result["resumed_trained"] = model.export_hf_state()
-    model.save_hf(work / f"saved-{place.tp_size}-{place.dp_size}")
+    model.save_hf(work / f"saved-{name_of(place)}")
     return result
 
 
 def main(work: Path) -> None:
     torch.set_num_threads(1)
     batches: list[PackedBatch] = torch.load(work / "batches.pt", weights_only=False)
-    for tensor_parallel_size in (2, 1):
-        with parallel.parallel_session(tensor_parallel_size=tensor_parallel_size, timeout_s=60) as place:
+    for layout in LAYOUTS:
+        with parallel.parallel_session(layout, timeout_s=60) as place:
             result = run(work, batches, place)
             if place.rank == 0:
-                torch.save(result, work / f"result-{place.tp_size}-{place.dp_size}.pt")
+                torch.save(result, work / f"result-{name_of(place)}.pt")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from vagen.common.errors import CheckpointError, ConfigError
 from vagen.learner.model import parallel
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.checkpoint_io import load_checkpoint, load_model, save_checkpoint
 from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.lora import AdapterOptions, adapted_layers, is_adapter
@@ -41,14 +42,17 @@ def _disturb(model: VisionLanguageActorCritic) -> None:
 
 
 def _steps(trainer: Trainer, batch: Any, count: int) -> list[float]:
-    losses = []
+    losses: list[float] = []
+
+    def loss_of(_: None, out: TokenOutputs) -> torch.Tensor:
+        loss = -out.logprobs.mean() + (out.values - 1).square().mean()
+        losses.append(loss.item())
+        return loss
+
     for _ in range(count):
         trainer.zero_grad()
-        out = trainer.forward(batch)
-        loss = -out.logprobs.mean() + (out.values - 1).square().mean()
-        trainer.backward(loss)
+        trainer.accumulate([(batch, None)], loss_of)
         trainer.step(1e-2)
-        losses.append(loss.item())
     return losses
 
 

@@ -32,10 +32,23 @@ def _trainer(directory: Path, *, bf16: bool = False) -> Trainer:
 
 
 def _step(trainer: Trainer, batch: PackedBatch, lr: float = 1e-3) -> tuple[float, StepStats]:
+    losses = _accumulate(trainer, [batch], _loss)
+    return losses[0], trainer.step(lr)
+
+
+def _accumulate(
+    trainer: Trainer, batches: list[PackedBatch], loss_of: Callable[[TokenOutputs], torch.Tensor]
+) -> list[float]:
+    losses = []
+
+    def loss(_: None, out: TokenOutputs) -> torch.Tensor:
+        value = loss_of(out)
+        losses.append(value.item())
+        return value
+
     trainer.zero_grad()
-    loss = _loss(trainer.forward(batch))
-    trainer.backward(loss)
-    return loss.item(), trainer.step(lr)
+    trainer.accumulate([(batch, None) for batch in batches], loss)
+    return losses
 
 
 def test_steps_equal_torch_adamw(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
@@ -65,12 +78,10 @@ def test_steps_equal_torch_adamw(save_vl: Any, vl_rows: Any, pack: Pack) -> None
 def test_microbatches_add_up(save_vl: Any, vl_rows: Any, pack: Pack) -> None:
     _, directory = save_vl()
     whole, parts = _trainer(directory), _trainer(directory)
-    whole.zero_grad()
-    parts.zero_grad()
-    whole.backward(whole.forward(pack(vl_rows[:2])).logprobs.sum() / 12)
     patches = pack(vl_rows[:2]).images.patches  # type: ignore[union-attr]
-    for row, split in zip(vl_rows[:2], (patches[:16], patches[16:]), strict=True):
-        parts.backward(parts.forward(pack([row], patches=split)).logprobs.sum() / 12)
+    split = [pack([row], patches=part) for row, part in zip(vl_rows[:2], (patches[:16], patches[16:]), strict=True)]
+    for trainer, batches in ((whole, [pack(vl_rows[:2])]), (parts, split)):
+        _accumulate(trainer, batches, lambda out: out.logprobs.sum() / 12)
     a, b = whole.step(1e-3), parts.step(1e-3)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5) and a.grad_norm > 0.1
 
@@ -82,8 +93,7 @@ def test_non_finite_gradients_change_nothing(save_vl: Any, vl_rows: Any, pack: P
     _step(twin, batch)
     before = trainer.model.export_hf_state()
     for bad in (math.nan, math.inf):
-        trainer.zero_grad()
-        trainer.backward(_loss(trainer.forward(batch)) * bad)
+        _accumulate(trainer, [batch], lambda out, bad=bad: _loss(out) * bad)
         stats = trainer.step(1e-3)
         assert stats.skipped and not math.isfinite(stats.grad_norm)
         assert all(torch.equal(x, before[name]) for name, x in trainer.model.export_hf_state().items())

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from vagen.common.errors import CheckpointError
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.checkpoint_io import load_checkpoint, save_checkpoint
 from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.optimizer import AdamOptions, Trainer
@@ -74,13 +75,17 @@ def test_a_categorical_head_resumes_exactly_and_only_as_itself(
         return Trainer(_load(directory, options).train(), AdamOptions())
 
     def step(of: Trainer) -> float:
+        losses = []
+
+        def loss_of(_: None, out: TokenOutputs) -> torch.Tensor:
+            assert out.value_logits is not None
+            losses.append(-out.value_logits.log_softmax(-1)[:, 3].mean())
+            return losses[0]
+
         of.zero_grad()
-        out = of.forward(batch)
-        assert out.value_logits is not None
-        loss = -out.value_logits.log_softmax(-1)[:, 3].mean()
-        of.backward(loss)
+        of.accumulate([(batch, None)], loss_of)
         of.step(1e-3)
-        return loss.item()
+        return losses[0].item()
 
     trained = trainer(CATEGORICAL)
     step(trained)

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from vagen.learner.batching import PreparedRow, microbatches
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.cpu_compat import compute_device
 from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.optimizer import AdamOptions, Trainer
@@ -29,16 +30,18 @@ class LearnerSide:
     def __init__(self, model_dir: Path, max_tokens: int, options: ModelOptions | None = None) -> None:
         self._trainer = Trainer(VisionLanguageActorCritic.load_hf(model_dir, options).train(), _ADAM)
         self._max_tokens = max_tokens
-        self._device = compute_device()
 
     def step(self, rows: BenchRows) -> float:
         trainer, total = self._trainer, 0.0
-        trainer.zero_grad()
-        for packed, _ in microbatches(rows.rows, rows.images, self._max_tokens):
-            out = trainer.forward(packed.to(self._device))
+
+        def loss_of(_: torch.Tensor, out: TokenOutputs) -> torch.Tensor:
+            nonlocal total
             loss = -out.logprobs.sum() / rows.num_scored
-            trainer.backward(loss)
             total += float(loss.detach())
+            return loss
+
+        trainer.zero_grad()
+        trainer.accumulate(microbatches(rows.rows, rows.images, self._max_tokens), loss_of)
         assert not trainer.step(_LR).skipped
         return total
 

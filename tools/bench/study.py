@@ -309,7 +309,7 @@ def _weights_hash(model: VisionLanguageActorCritic) -> str:
     digest = xxhash.xxh3_128()
     for _, tensor in model.engine_named_tensors():
         digest.update(tensor.numpy().tobytes())
-    digest.update(model.value_head.weight.detach().numpy().tobytes())
+    digest.update(model.value_head_state()["weight"].detach().numpy().tobytes())
     return digest.hexdigest()
 
 

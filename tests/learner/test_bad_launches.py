@@ -1,0 +1,63 @@
+"""A launch that cannot work is one line on every rank, said before torch is imported, that names what to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vagen.learner.layout import ParallelLayout
+
+MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "num_hidden_layers": 6}
+LAUNCH = "import sys; sys.modules['torch'] = None; from vagen.learner.cli import app; app()"
+"""With torch as if it were not installed."""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": MODEL, "image_token_id": 9}))
+
+    def run(world_size: int, *settings: str) -> subprocess.CompletedProcess:
+        options = [word for setting in settings for word in ("--set", f"learner.{setting}")]
+        command = ["run", "--config", "frozenlake", "--model", tmp_path, "--run-dir", tmp_path / "run", *options]
+        environment = os.environ | {"WORLD_SIZE": str(world_size)}
+        return subprocess.run(
+            [sys.executable, "-c", LAUNCH, *map(str, command)], env=environment, capture_output=True, text=True
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "sentence"),
+    [
+        (
+            6,
+            ["tensor_parallel_size=2", "pipeline_parallel_size=2"],
+            "tensor_parallel_size 2 * pipeline_parallel_size 2 = 4 processes hold one copy of the model and must "
+            "divide the 6 that run; start `torchrun --nproc-per-node 4`",
+        ),
+        (4, ["tensor_parallel_size=4"], "num_key_value_heads 2 does not divide by $.learner.tensor_parallel_size 4"),
+        (4, ["pipeline_parallel_size=4"], "num_hidden_layers 6 does not divide by $.learner.pipeline_parallel_size 4"),
+        (4, ["batch_size=3"], "$.learner.batch_size: expected int >= 4, one trajectory for each copy of the model"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_line(launch, world_size, settings, sentence):
+    started = time.monotonic()
+    ended = launch(world_size, *settings)
+    assert ended.returncode == 2, ended.stderr
+    assert sentence in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert time.monotonic() - started < 10
+
+
+def test_a_layout_that_fits_is_not_refused(launch):
+    ended = launch(8, "tensor_parallel_size=2", "pipeline_parallel_size=2")
+    assert "expected --redis" in ended.stderr
+
+
+def test_a_config_without_sizes_says_nothing_about_the_layout():
+    ParallelLayout(tensor=3).require_model({"model_type": "new"}, "config.json")

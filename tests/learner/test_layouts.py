@@ -1,0 +1,100 @@
+"""A learner on several ranks is the learner on one: the demo's recipe over the same batches, with pictures, distributed
+optimizer, importance correction and gain, says the same in its journal and ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vagen.learner.config import ModelConfig
+from vagen.learner.model.tiny import save_tiny_model
+from vagen.tools.tiny_tokenizer import train_tokenizer
+
+WORKER = Path(__file__).with_name("layout_worker.py")
+NUM_STEPS = 5
+SETTINGS = (
+    "learner.batch_size=10",
+    "learner.minibatch_rows=8",
+    "learner.max_tokens_per_microbatch=64",
+    "learner.total_steps=20",
+    "learner.checkpoint_every=100",
+    "learner.optimizer.warmup_updates=4",
+)
+CLOCKS = ("time", "wall_s", "seconds")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """The demo's model, untrained."""
+    directory = tmp_path_factory.mktemp("model") / "demo"
+    return save_tiny_model(ModelConfig(), train_tokenizer(["Move to the goal."], [], 384), directory)
+
+
+def layout(**sizes: int) -> list[str]:
+    return [*SETTINGS, *(f"learner.{axis}_parallel_size={size}" for axis, size in sizes.items())]
+
+
+def one_process(run_dir: Path, archive: Path, model_dir: Path) -> None:
+    spec = importlib.util.spec_from_file_location("layout_worker", WORKER)
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    torch.set_num_threads(1)
+    worker.replay(run_dir, archive, layout(), model_dir)
+
+
+def journal(run_dir: Path) -> list[dict]:
+    lines = (run_dir / "learner" / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in CLOCKS} for line in lines]
+
+
+def assert_same_training(run_dir: Path, expected: Path, atol: float = 1e-5) -> None:
+    lines, wanted = journal(run_dir), journal(expected)
+    assert [line["step"] for line in lines] == [line["step"] for line in wanted] == list(range(NUM_STEPS))
+    for line, want in zip(lines, wanted, strict=True):
+        assert line["num_updates"] > 2, "several optimizer steps a batch"
+        _assert_close(line, want, f"step {line['step']}", atol)
+    for file in ("model.safetensors", "value_head.safetensors"):
+        name = Path("learner") / f"export-step-{NUM_STEPS:08d}" / file
+        got, want = load_file(run_dir / name), load_file(expected / name)
+        assert set(got) == set(want)
+        for tensor in want:
+            torch.testing.assert_close(got[tensor], want[tensor], rtol=1e-4, atol=10 * atol)
+
+
+def _assert_close(got, want, path: str, atol: float) -> None:
+    """Everything in a line of the journal, however deep."""
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), path
+        for name in want:
+            _assert_close(got[name], want[name], f"{path}.{name}", atol)
+    elif isinstance(want, float):
+        assert got == pytest.approx(want, abs=atol, rel=1e-4), path
+    else:
+        assert got == want, path
+
+
+@pytest.mark.slow
+def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, tmp_path):
+    archive = make_archive(num_steps=NUM_STEPS, batch_size=10)
+    beginning = make_archive(num_steps=2, batch_size=10, name="beginning")
+    middle = make_archive(num_steps=4, batch_size=10, name="middle")
+    one_process(tmp_path / "one", archive, model_dir)
+    jobs = {
+        "dp4": layout(),
+        "tp2-dp2": layout(tensor=2),
+        "tp2-pp2": layout(tensor=2, pipeline=2),
+    }
+    reshards = [(beginning, layout(pipeline=2)), (middle, layout(tensor=2))]
+    content = [(tmp_path / name, archive, settings) for name, settings in jobs.items()]
+    content += [(tmp_path / "resharded", part, settings) for part, settings in reshards]
+    (tmp_path / "jobs.json").write_text(json.dumps(content, default=str))
+    torchrun(4, WORKER, tmp_path / "jobs.json", model_dir)
+    one_process(tmp_path / "resharded", archive, model_dir)
+    for name in (*jobs, "resharded"):
+        assert_same_training(tmp_path / name, tmp_path / "one")
