@@ -75,7 +75,8 @@ def policy_loss(inputs: PolicyLossInputs, config: LossConfig) -> tuple[Tensor, d
     }
     if inputs.entropy is not None:
         entropy = (mean * inputs.entropy).sum()
-        loss = loss - config.entropy_bonus * entropy
+        if config.entropy_bonus:
+            loss = loss - config.entropy_bonus * entropy
         diagnostics["entropy"] = entropy
     diagnostics["policy_loss"] = loss
     return loss, {name: tensor.detach() for name, tensor in diagnostics.items()}

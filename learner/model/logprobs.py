@@ -67,17 +67,27 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         sums = torch.stack([x.gather(-1, column[:, None])[:, 0] * mine, -(p * x).sum(-1)])
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         logprobs, entropy = sums.unbind()
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, p, entropy, column, mine)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         log_p, p, entropy, column, mine = ctx.saved_tensors
-        factor = (log_p + entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprobs[:, None])
-        grad = factor.mul_(p).neg_()
+        d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs
+        if d_entropy is None:
+            # A loss without entropy, as the default is: five passes over [N, W] less, to the same bits.
+            grad = p * -d_logprobs[:, None]
+        else:
+            factor = (log_p + entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprobs[:, None])
+            grad = factor.mul_(p).neg_()
         grad.scatter_add_(-1, column[:, None], (d_logprobs * mine)[:, None])
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None
+        if ctx.temperature != 1.0:
+            grad /= ctx.temperature
+        return grad.to(ctx.dtype), None, None, None, None
 
 
 def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:

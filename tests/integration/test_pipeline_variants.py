@@ -28,3 +28,29 @@ def test_trains_across_updates(run_pipeline, harness, pause_mode):
     assert lines[0]["mismatch_current_version"] is not None
     # Under `in_place` a token is sampled from keys and values of older weights, which the learner does not reproduce.
     assert max(fresh[:1] if pause_mode == "in_place" else fresh) < 1e-4
+
+
+@pytest.mark.slow
+def test_adapters_are_published_merged_and_a_privileged_critic_learns_first(run_pipeline):
+    settings = [
+        "learner.lora.rank=4",
+        "learner.critic={trunk: separate, privileged: true, warmup_steps: 2, lr: 1.0e-3}",
+        "learner.reference={model_dir: start, kl_in_loss: 0.1, refresh_every: 2}",
+        "learner.schedule=cosine",
+        "learner.total_steps=6",
+        "learner.checkpoint_every=2",
+    ]
+    with run_pipeline(settings) as pipeline:
+        pipeline.wait_for_steps(3)
+        pipeline.kill("learner")
+        pipeline.start("learner")
+        pipeline.wait_for_end("learner")
+        accounting = pipeline.drain_and_audit()
+        lines = {line["step"]: line for line in pipeline.lines()}
+    assert accounting.identity_holds and accounting.trained == 6 * 16
+    assert [lines[step]["lr"] > 0 for step in range(6)] == [False] * 2 + [True] * 4
+    assert all(line["critic_lr"] > 0 and line["loss"]["reference_kl"] >= 0 for line in lines.values())
+    # The engine has merged weights, the learner computes with adapters.
+    assert max(line["probe_mismatch"] for line in lines.values()) < 1e-4
+    adapter = pipeline.run.export / "adapter"
+    assert {file.name for file in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

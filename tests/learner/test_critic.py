@@ -33,6 +33,14 @@ def start_value_head(update):
     torch.nn.init.normal_(update.critic.model.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(2))
 
 
+def policy_states(update):
+    """The optimizer's state of every parameter that has the policy's rate."""
+    for part in update.critic._policy.inner_optimizers():
+        for group in part.optimizer.param_groups:
+            if not group["is_decoupled_lr"]:
+                yield from (part.optimizer.state[parameter] for parameter in group["params"])
+
+
 HEAD = {"value_head.weight", "value_head.bias"}
 
 
@@ -44,6 +52,7 @@ def test_while_the_critic_warms_up_the_policy_does_not_move_to_the_bit(make_upda
     stats = [update.run(batch, step=step, version=1) for step in range(2)]
     assert moved(before, model) == (set() if trunk == "separate" else HEAD)
     assert HEAD <= moved(critic_before, update.critic.model)
+    assert not any(state["exp_avg"].any() for state in policy_states(update)), "nor will it from what it saw meanwhile"
     assert stats[0].lr == 0.0 and stats[1].critic_lr > 0
     assert stats[0].losses["policy_surrogate"] != 0, "it is computed all the same"
     assert (update.num_updates, update.num_critic_updates) == (0, sum(each.num_updates for each in stats))
