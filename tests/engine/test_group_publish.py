@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from vagen.learner.broadcast import Broadcaster
 from vagen.learner.config import BroadcastConfig
 
-TIMEOUT_S = 8.0
+TIMEOUT_S, MARGIN_S = 8.0, 4.0
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +83,34 @@ def test_members_change_at_a_publish_and_a_joiner_pauses_nobody(engines, lab, br
         lab.assert_serves(engine, model, 2)
     broadcaster.forget(urls[0])
     assert len(broadcaster.publish(weights, 3, [*urls[1:], joiner.url]).ok) == 3
-    assert groups == [4, 2, 5, 4]
-    assert engines[0].version() == "2"
+    assert broadcaster.publish(weights, 4, [joiner.url]).ok
+    assert groups == [4, 2, 5, 4, 2]
+    assert engines[0].version() == "2" and engines[1].version() == "3"
+    trainer = group_names(joiner)[-1].rpartition("-")[0]
+    assert len([name for name in group_names(joiner) if name.startswith(trainer)]) == 1, "the groups before are left"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_whoever_hangs_those_that_get_the_bytes_through_it_are_served(engines, lab, broadcaster, rank):
+    ranks = sorted(engines, key=lambda engine: engine.url)
+    urls = [engine.url for engine in ranks]
+    model, weights = lab.new_weights(ranks[0])
+    assert len(broadcaster.publish(weights, 1, urls).ok) == 4
+    model, weights = lab.new_weights(ranks[0])
+    hanging = ranks.pop(rank - 1)
+    hanging.arm("receiving 2", signal.SIGSTOP)
+    try:
+        report = broadcaster.publish(weights, 2, urls)
+        assert set(report.ok) == set(urls) - {hanging.url} and list(report.failed) == [hanging.url]
+        assert report.seconds < TIMEOUT_S + MARGIN_S
+        for engine in ranks:
+            lab.assert_serves(engine, model, 2)
+    finally:
+        hanging.signal(signal.SIGCONT)
+    # What it had begun before it was stopped may cost it a time-out.
+    assert any(broadcaster.publish(weights, 2, [hanging.url]).ok for _ in range(3))
+    lab.assert_serves(hanging, model, 2)
 
 
 def test_one_that_refuses_is_left_out_and_the_others_are_served(engines, lab, broadcaster, groups):
