@@ -34,7 +34,7 @@ from vagen.learner.engine_control import EngineControl, ProbeAnswer, ProbePrompt
 from vagen.learner.engine_links import EngineLinks, Link, side_by_side
 from vagen.learner.engine_visit import EngineVisit
 from vagen.learner.group_publish import publish_together
-from vagen.learner.weight_buckets import Buckets, Delivery
+from vagen.learner.weight_buckets import Deliveries, Delivery
 
 __all__ = ["Broadcaster", "ProbeAnswer", "ProbePrompt", "PublishReport", "checksum", "probe_engine"]
 
@@ -124,23 +124,23 @@ class Broadcaster:
             # Where all share a group, the buckets are sent once.
             together = self._config.broadcast_topology == "group" and len(engines) > 1
             num_consumers = 1 if together else len(engines)
-            delivery = Delivery(version, Buckets(tensors, self._config.bucket_bytes, num_consumers), threads)
+            deliveries = Deliveries(version, tensors, self._config.bucket_bytes, num_consumers, threads)
             # While the engines are asked to pause.
-            threads.submit(delivery.buckets.prepare, 0)
+            threads.submit(deliveries.original.buckets.prepare, 0)
             async with open_session() as session:
                 controls = [self._control(session, url) for url in engines]
-                visits = [EngineVisit(control, delivery, self._config) for control in controls]
+                visits = [EngineVisit(control, deliveries, self._config) for control in controls]
                 if together:
-                    failures = await publish_together(visits, delivery, self._links, self._config)
+                    failures = await publish_together(visits, deliveries, self._links, self._config)
                 else:
-                    failures = await asyncio.gather(*(_Alone(v, delivery, self._links).run() for v in visits))
+                    failures = await asyncio.gather(*(_Alone(v, deliveries, self._links).run() for v in visits))
             by_url = dict(zip(engines, failures, strict=True))
             served = [visit for visit, failure in zip(visits, failures, strict=True) if failure is None]
             return PublishReport(
                 version=version,
                 ok=tuple(url for url, failure in by_url.items() if failure is None),
                 failed={url: failure for url, failure in by_url.items() if failure is not None},
-                checksum=combined_checksum(await delivery.checksums()),
+                checksum=combined_checksum(await deliveries.original.checksums()),
                 seconds=time.monotonic() - start,
                 stall_s=max((visit.stall_s for visit in served), default=0.0),
                 transfer_s=max((visit.transfer_s for visit in served), default=0.0),
@@ -152,9 +152,9 @@ class Broadcaster:
 class _Alone:
     """One publish to one engine, in a group of its own."""
 
-    def __init__(self, visit: EngineVisit, delivery: Delivery, links: EngineLinks) -> None:
+    def __init__(self, visit: EngineVisit, deliveries: Deliveries, links: EngineLinks) -> None:
         self._visit = visit
-        self._delivery = delivery
+        self._deliveries = deliveries
         self._links = links
         self._buckets_done = 0
 
@@ -166,7 +166,7 @@ class _Alone:
         try:
             failure = await visit.bounded(start, _TRANSFER_SHARE, self._transfer())
         finally:
-            self._delivery.buckets.skip_from(self._buckets_done)
+            self._deliveries.leave(visit.delivery, self._buckets_done)
             failure = await visit.bounded(start, _RESUME_SHARE, visit.resume(failure)) or failure
         failure = failure or await visit.bounded(start, 1.0, visit.verify())
         if failure is not None:
@@ -174,9 +174,11 @@ class _Alone:
         return failure
 
     async def _transfer(self) -> None:
-        visit, delivery = self._visit, self._delivery
+        visit = self._visit
         await visit.inform()
-        link = await self._link()
+        delivery = visit.delivery
+        assert delivery is not None
+        link = await self._link(delivery)
         await visit.pause()
         await visit.begin()
         for index in range(len(delivery.buckets)):
@@ -185,7 +187,7 @@ class _Alone:
             self._buckets_done = index + 1
         await visit.end()
 
-    async def _link(self) -> Link:
+    async def _link(self, delivery: Delivery) -> Link:
         """The group with this engine and all its ranks, built anew when it is not the one that it was built with."""
         visit = self._visit
         visit.stage = "group"
@@ -193,8 +195,8 @@ class _Alone:
         known = self._links.find(infos)
         if known is not None:
             return known
-        plan = self._links.plan(infos, self._delivery.buckets.is_cuda)
-        return self._links.keep(plan, await side_by_side(visit.join(plan), self._delivery.threads, plan.join))
+        plan = self._links.plan(infos, delivery.buckets.is_cuda)
+        return self._links.keep(plan, await side_by_side(visit.join(plan), delivery.threads, plan.join))
 
 
 def _check_names(names: Sequence[str]) -> None:

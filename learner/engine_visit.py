@@ -18,7 +18,7 @@ from vagen.learner.config import BroadcastConfig
 from vagen.learner.engine_checksums import can_compare, require_equal
 from vagen.learner.engine_control import EngineControl
 from vagen.learner.engine_links import LinkPlan, num_ranks
-from vagen.learner.weight_buckets import Delivery
+from vagen.learner.weight_buckets import Deliveries, Delivery
 
 __all__ = ["EngineVisit"]
 
@@ -26,14 +26,16 @@ __all__ = ["EngineVisit"]
 class EngineVisit:
     """The steps of a publish to one engine. They raise EngineError, BroadcastError or RuntimeError."""
 
-    def __init__(self, engine: EngineControl, delivery: Delivery, config: BroadcastConfig) -> None:
+    def __init__(self, engine: EngineControl, deliveries: Deliveries, config: BroadcastConfig) -> None:
         self.engine = engine
         self.stage = "server_info"
         """What is being done, for the reason of a failure."""
         self.info: Mapping[str, Any] = {}
         """`/server_info`, once `inform` has asked for it."""
         self.stall_s = self.transfer_s = 0.0
-        self._delivery = delivery
+        self.delivery: Delivery | None = None
+        """What it gets, once `inform` has asked for its dtype."""
+        self._deliveries = deliveries
         self._config = config
         self._asked_to_pause_at: float | None = None
         self._began_at: float | None = None
@@ -58,6 +60,12 @@ class EngineVisit:
         self.stage = "server_info"
         self.info = await self.engine.get("/server_info")
         num_ranks(self.engine.url, self.info)  # raises EngineError for layouts that cannot be served
+        self.delivery = await self._deliveries.of(self.info)
+
+    @property
+    def _informed(self) -> Delivery:
+        assert self.delivery is not None
+        return self.delivery
 
     async def join(self, plan: LinkPlan) -> None:
         """Have it join a group, which must be joined here at the same time, and leave those that have ended."""
@@ -86,7 +94,8 @@ class EngineVisit:
 
     async def announce(self, index: int, group_name: str) -> None:
         """Have it receive a bucket, which must be broadcast at the same time."""
-        buckets = self._delivery.buckets
+        delivery = self._informed
+        buckets = delivery.buckets
         self.stage = f"bucket {index + 1} of {len(buckets)}"
         is_last = index == len(buckets) - 1
         announcement = {
@@ -94,7 +103,7 @@ class EngineVisit:
             "group_name": group_name,
             "load_format": "flattened_bucket",
             # Before the last bucket the engine's weights are of no version.
-            "weight_version": self._delivery.version if is_last else None,
+            "weight_version": delivery.version if is_last else None,
             "flush_cache": is_last and self._config.pause_mode != "in_place",
         }
         await self.engine.post("/update_weights_from_distributed", announcement)
@@ -104,7 +113,7 @@ class EngineVisit:
         assert self._began_at is not None
         self.transfer_s = time.monotonic() - self._began_at
         self.stage = "end"
-        self._delivery.checksums()
+        self._informed.checksums()
         await self.engine.post("/end_weight_update")
 
     async def resume(self, failure: str | None) -> None:
@@ -123,7 +132,7 @@ class EngineVisit:
     async def verify(self) -> None:
         """Raise BroadcastError unless the engine has exactly these weights under this version."""
         self.stage = "checksum"
-        delivery = self._delivery
+        delivery = self._informed
         version = (await self.engine.get("/model_info")).get("weight_version")
         if version != delivery.version:
             raise BroadcastError(f"the engine reports version {version} instead of {delivery.version}")

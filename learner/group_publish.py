@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from vagen.common.errors import EngineError, EngineUnavailableError
 from vagen.learner.config import BroadcastConfig
 from vagen.learner.engine_links import EngineLinks, Link, retrieve
 from vagen.learner.engine_visit import EngineVisit
-from vagen.learner.weight_buckets import Delivery
+from vagen.learner.weight_buckets import Deliveries, Delivery
 
 __all__ = ["publish_together"]
 
@@ -42,9 +43,9 @@ class _LostError(Exception):
 
 
 async def publish_together(
-    visits: Sequence[EngineVisit], delivery: Delivery, links: EngineLinks, config: BroadcastConfig
+    visits: Sequence[EngineVisit], deliveries: Deliveries, links: EngineLinks, config: BroadcastConfig
 ) -> list[str | None]:
-    """Bring a delivery to all visited engines: stage and reason of each one's failure, or None, in the order given."""
+    """Bring the same to all visited engines: stage and reason of each one's failure, or None, in the order given."""
     start = asyncio.get_running_loop().time()
     failures: dict[EngineVisit, str] = {}
 
@@ -56,7 +57,7 @@ async def publish_together(
             links.drop(visit.engine.url)
         return failure
 
-    attempts = _Attempts(delivery, links, config.broadcast_timeout_s, start)
+    attempts = _Attempts(deliveries.threads, links, config.broadcast_timeout_s, start)
     left = sorted(visits, key=lambda visit: visit.engine.url)
     try:
         while left:
@@ -78,33 +79,33 @@ async def publish_together(
 class _Attempts:
     """To bring a delivery to engines that share a group."""
 
-    def __init__(self, delivery: Delivery, links: EngineLinks, timeout_s: float, start: float) -> None:
-        self._delivery = delivery
+    def __init__(self, threads: ThreadPoolExecutor, links: EngineLinks, timeout_s: float, start: float) -> None:
+        self._threads = threads
         self._links = links
         self._step_s, self._answer_s = _STEP_SHARE * timeout_s, _ANSWER_SHARE * timeout_s
         self._deadline = start + _TRANSFER_SHARE * timeout_s
 
     async def make(self, visits: Sequence[EngineVisit]) -> None:
         """Take all steps up to the end of the update. Raises _LostError."""
-        buckets = self._delivery.buckets
         await self._together(visits, EngineVisit.inform, _nothing)
-        link = await self._link(visits)
+        delivery = _common_delivery(visits)
+        link = await self._link(visits, delivery.buckets.is_cuda)
         await self._together(visits, EngineVisit.pause, _nothing)
         await self._together(visits, EngineVisit.begin, _nothing)
-        for index in range(len(buckets)):
+        for index in range(len(delivery.buckets)):
             announce = partial(EngineVisit.announce, index=index, group_name=link.name)
-            await self._together(visits, announce, self._delivery.sending(link, index))
-            buckets.release(index)
+            await self._together(visits, announce, delivery.sending(link, index))
+            delivery.buckets.release(index)
         await self._together(visits, EngineVisit.end, _nothing)
 
-    async def _link(self, visits: Sequence[EngineVisit]) -> Link:
+    async def _link(self, visits: Sequence[EngineVisit], is_cuda: bool) -> Link:
         """The group of the publish before, if it is of the same engines, else a new one, with ranks in this order."""
         infos = {visit.engine.url: visit.info for visit in visits}
         known = self._links.find(infos)
         if known is not None:
             return known
         try:
-            plan = self._links.plan(infos, self._delivery.buckets.is_cuda, timeout_s=self._step_s)
+            plan = self._links.plan(infos, is_cuda, timeout_s=self._step_s)
         except EngineError as error:
             raise _LostError({visit: f"group: {error}" for visit in visits}) from error
         group = await self._together(visits, partial(EngineVisit.join, plan=plan), plan.join)
@@ -122,7 +123,7 @@ class _Attempts:
         answered: list[asyncio.Future[Any]] = []
         for task in theirs:
             task.add_done_callback(answered.append)
-        blocking = asyncio.wrap_future(self._delivery.threads.submit(ours))
+        blocking = asyncio.wrap_future(self._threads.submit(ours))
         try:
             _, pending = await asyncio.wait(theirs, timeout=self._time_left(self._step_s))
             if pending:
@@ -164,6 +165,17 @@ class _Attempts:
                 lost[visit] = f"{visit.stage}: {failure}"
         if lost:
             raise _LostError(lost)
+
+
+def _common_delivery(visits: Sequence[EngineVisit]) -> Delivery:
+    """What all of these get. Raises _LostError where their dtypes differ."""
+    first, *others = (visit.delivery for visit in visits)
+    assert first is not None
+    if any(other is not first for other in others):
+        dtypes = ", ".join(sorted({str(visit.info.get("dtype")) for visit in visits}))
+        message = f"group: the engines have dtypes {dtypes}, and one group has one; use topology star"
+        raise _LostError(dict.fromkeys(visits, message))
+    return first
 
 
 def _nothing() -> None:

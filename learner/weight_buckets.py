@@ -8,16 +8,74 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vagen.common.weight_transfer import broadcast, dtype_name, flatten_bucket, joined_bytes, tensor_checksum
 from vagen.learner.engine_links import Link
 
-__all__ = ["Buckets", "Delivery"]
+__all__ = ["Buckets", "Deliveries", "Delivery"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+"""As engines name them. Where one says `auto`, it converts what it gets."""
+
+
+class Deliveries:
+    """What one publish brings to engines: the same tensors to all, in the dtype of each."""
+
+    def __init__(
+        self,
+        version: str,
+        tensors: Sequence[tuple[str, Tensor]],
+        bucket_bytes: int,
+        num_consumers: int,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.threads = threads
+        self._bucket_bytes = bucket_bytes
+        self._num_consumers = num_consumers
+        self.original = Delivery(version, Buckets(tensors, bucket_bytes, num_consumers), threads)
+        """The tensors as they are."""
+        self._converted: dict[torch.dtype, asyncio.Future[Delivery]] = {}
+
+    async def of(self, info: Mapping[str, Any]) -> Delivery:
+        """What an engine of this `/server_info` gets."""
+        dtype = _DTYPES.get(str(info.get("dtype")))
+        tensors = self.original.buckets.tensors
+        if dtype is None or all(tensor.dtype in (dtype, _kept(tensor)) for _, tensor in tensors):
+            return self.original
+        if dtype not in self._converted:
+            self._converted[dtype] = asyncio.wrap_future(self.threads.submit(self._convert, dtype))
+        return await asyncio.shield(self._converted[dtype])
+
+    def leave(self, delivery: Delivery | None, buckets_done: int) -> None:
+        """A consumer that had so many buckets of one of these needs no more of any."""
+        converted = [future.result() for future in self._converted.values() if future.done() and not future.exception()]
+        for each in (self.original, *converted):
+            each.buckets.skip_from(buckets_done if each is delivery else 0)
+
+    def _convert(self, dtype: torch.dtype) -> Delivery:
+        """Casting before the transfer halves what is sent to an engine in half precision."""
+        tensors = [
+            (name, tensor if _kept(tensor) is not None else tensor.to(dtype))
+            for name, tensor in self.original.buckets.tensors
+        ]
+        return Delivery(self.original.version, Buckets(tensors, self._bucket_bytes, self._num_consumers), self.threads)
+
+
+def _kept(tensor: Tensor) -> torch.dtype | None:
+    """The dtype of what is not converted."""
+    return None if tensor.is_floating_point() else tensor.dtype
 
 
 class Delivery:
-    """What all engines of one publish get, and what its parts share."""
+    """Tensors in one dtype each, for all engines that take them so, and what is known of them."""
 
     def __init__(self, version: str, buckets: Buckets, threads: ThreadPoolExecutor) -> None:
         self.version = version

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import time
+from contextlib import closing
 
 import pytest
 import torch
 
 from vagen.common.errors import BroadcastError, ConfigError, EngineError, EngineUnavailableError
+from vagen.common.weight_transfer import tensor_checksum
 from vagen.learner.broadcast import Broadcaster, ProbePrompt, checksum, probe_engine
 from vagen.learner.config import BroadcastConfig
 from vagen.learner.engine_links import address_towards
@@ -133,3 +135,28 @@ def test_address_that_an_engine_can_reach(url, address):
     assert address_towards(url) == address
     with pytest.raises(EngineUnavailableError):
         address_towards("http://no.such.host.invalid:80")
+
+
+@pytest.fixture(scope="module")
+def half(start_engines):
+    """An engine in bfloat16."""
+    return start_engines(1, dtype="bfloat16")[0]
+
+
+def test_each_engine_gets_its_own_dtype(engines, half, lab, broadcaster):
+    model, weights = lab.new_weights(engines[0])
+    for version in (60, 61):
+        assert broadcaster.publish(weights, version, [engines[0].url, half.url]).ok == (engines[0].url, half.url)
+    rounded = {name: tensor_checksum(tensor.to(torch.bfloat16)) for name, tensor in weights}
+    assert half.checksums() == rounded != engines[0].checksums()
+    assert lab.spans(half.generate([10, 11])) == [("61", 0, 12)]
+    lab.assert_serves(engines[0], model, 61)
+
+
+def test_one_group_has_one_dtype(engines, half, lab):
+    config = BroadcastConfig(broadcast_topology="group", broadcast_timeout_s=lab.broadcast_timeout_s)
+    with closing(Broadcaster(config)) as broadcaster:
+        _, weights = lab.new_weights(engines[0])
+        report = broadcaster.publish(weights, 70, [engines[0].url, half.url])
+        assert "dtypes bfloat16, float32" in report.failed[half.url] and not report.ok
+        assert not half.call("/server_info")[1]["paused"]
