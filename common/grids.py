@@ -68,15 +68,35 @@ class ImageGeometry(PatchGeometry):
         Raises `ObservationError` above an aspect ratio of 200.
         """
         width, height = size
-        new_height, new_width = smart_resize(
-            height,
-            width,
-            factor=self.patch_size * self.merge_size,
-            min_pixels=self.min_pixels,
-            max_pixels=self.max_pixels,
-        )
+        new_height, new_width = self.resized(height, width)
         # One frame is repeated to fill the temporal patch, so time is always one patch.
         return 1, new_height // self.patch_size, new_width // self.patch_size
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) that a picture is brought to. Raises `ObservationError` above an aspect ratio of 200."""
+        factor = self.patch_size * self.merge_size
+        return smart_resize(height, width, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlmGeometry(ImageGeometry):
+    """GLM's: as Qwen's, but the bounds count the pixels of all frames of a patch, and a picture narrower than a
+    placeholder is enlarged first.
+    """
+
+    min_pixels: int = 112 * 112
+    max_pixels: int = 28 * 28 * 15000
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) that a picture is brought to. Raises `ObservationError` above an aspect ratio of 200."""
+        factor = self.patch_size * self.merge_size
+        if height < factor or width < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        frames = self.temporal_patch_size
+        return smart_resize(
+            height, width, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels, frames=frames
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +161,14 @@ class TileGeometry(PatchGeometry):
 
 
 AnyGeometry = ImageGeometry | TileGeometry
-ImageKind = Literal["patches", "tiles"]
-_KINDS: dict[str, ImageKind] = {"Qwen2VL": "patches", "Qwen2_5_VL": "patches", "GotOcr2": "tiles"}
+ImageKind = Literal["qwen", "glm", "tiles"]
+_KINDS: dict[str, ImageKind] = {
+    "Qwen2VL": "qwen",
+    "Qwen2_5_VL": "qwen",
+    "Glm4v": "glm",
+    "Glm46V": "glm",
+    "GotOcr2": "tiles",
+}
 
 
 def image_kind(model_dir: str | Path) -> ImageKind:
@@ -158,7 +184,9 @@ def image_kind(model_dir: str | Path) -> ImageKind:
 def image_geometry(model_dir: str | Path) -> AnyGeometry:
     """The geometry of a model folder. Raises `ConfigError` for files that are missing or malformed."""
     kind = image_kind(model_dir)
-    return TileGeometry.load(model_dir) if kind == "tiles" else ImageGeometry.load(model_dir)
+    if kind == "tiles":
+        return TileGeometry.load(model_dir)
+    return GlmGeometry.load(model_dir) if kind == "glm" else ImageGeometry.load(model_dir)
 
 
 def read_processor(model_dir: str | Path) -> dict[str, Any]:
@@ -175,20 +203,23 @@ def _side(value: Any) -> int:
     return values[0] if isinstance(values[0], int) and values == [values[0]] * len(values) else 0
 
 
-def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Nearest (height, width) whose sides are multiples of `factor` and whose area is within the bounds.
+def smart_resize(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, frames: int = 1
+) -> tuple[int, int]:
+    """Nearest (height, width) whose sides are multiples of `factor` and whose area, of all frames, is within bounds.
 
-    The formula of transformers' `qwen2_vl.smart_resize`. Raises `ObservationError` above an aspect ratio of 200.
+    The formula of transformers' `qwen2_vl.smart_resize`, and of `glm4v.smart_resize` for pictures that a placeholder
+    fits in. Raises `ObservationError` above an aspect ratio of 200.
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise ObservationError(f"image of {width}x{height} px: aspect ratio above {MAX_ASPECT_RATIO}")
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
+    if frames * new_height * new_width > max_pixels:
+        scale = math.sqrt(frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / scale / factor) * factor)
         new_width = max(factor, math.floor(width / scale / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
+    elif frames * new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (frames * height * width))
         new_height = math.ceil(height * scale / factor) * factor
         new_width = math.ceil(width * scale / factor) * factor
     return new_height, new_width

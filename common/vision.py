@@ -30,7 +30,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from vagen.common.errors import ConfigError, ObservationError
-from vagen.common.grids import ImageGeometry, read_processor, smart_resize
+from vagen.common.grids import ImageGeometry, read_processor
 
 __all__ = [
     "BatchedVisionTower",
@@ -70,7 +70,7 @@ class ImageSpec(ImageGeometry):
     def load(cls, model_dir: str | Path) -> ImageSpec:
         """Read `preprocessor_config.json`. Raises ConfigError where it is missing or asks for another pipeline."""
         pixels = read_pixel_settings(model_dir)
-        geometry = ImageGeometry.load(model_dir)
+        geometry = super().load(model_dir)
         return cls(**{field.name: getattr(geometry, field.name) for field in fields(ImageGeometry)}, **pixels)
 
     def preprocess(self, image: bytes | Image.Image) -> tuple[Tensor, Grid]:
@@ -125,13 +125,7 @@ def preprocess_image(image: bytes | Image.Image, spec: ImageSpec) -> tuple[Tenso
     Raises ObservationError where the bytes are no image or its shape is out of bounds.
     """
     picture = decode_picture(image)
-    height, width = smart_resize(
-        picture.height,
-        picture.width,
-        factor=spec.patch_size * spec.merge_size,
-        min_pixels=spec.min_pixels,
-        max_pixels=spec.max_pixels,
-    )
+    height, width = spec.resized(picture.height, picture.width)
     if (picture.height, picture.width) != (height, width):
         picture = picture.resize((width, height), resample=Image.Resampling.BICUBIC)
     rows, columns, p, m = height // spec.patch_size, width // spec.patch_size, spec.patch_size, spec.merge_size

@@ -20,7 +20,10 @@ _TOKEN_NAMES = (
     *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
     *("<img>", "</img>", "<IMG_CONTEXT>"),
 )
-_CONFIG_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_CONFIG_KEYS = (
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
+)
 
 
 def vision_tokens(model_dir: str | Path) -> VisionTokens | None:

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import (
+    Glm4vForConditionalGeneration,
+    Glm46VForConditionalGeneration,
     InternVLForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2ForCausalLM,
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KINDS: dict[str, Any] = {
+    "glm4v": Glm4vForConditionalGeneration,
+    "glm46v": Glm46VForConditionalGeneration,
     "internvl": InternVLForConditionalGeneration,
     "qwen2": Qwen2ForCausalLM,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
@@ -59,8 +63,8 @@ _KINDS: dict[str, Any] = {
 class _Layer:
     """Parameters of one decoder layer; `qkv`, `qk_norm` and `gate_up` are tensors that transformers' parameters view.
 
-    Qwen2 has biases, Qwen3 norms of queries and keys ([2, D]: the query's, the key's). A mixture of experts stays the
-    module that it is in transformers.
+    Qwen2 and GLM have biases, Qwen3 norms of queries and keys ([2, D]: the query's, the key's), GLM norms of what
+    attention and MLP add. A mixture of experts stays the module that it is in transformers.
     """
 
     norm1: Tensor
@@ -72,6 +76,8 @@ class _Layer:
     gate_up: Tensor | None
     down: Tensor | None
     experts: nn.Module | None
+    post_norm1: Tensor | None
+    post_norm2: Tensor | None
 
 
 class EngineModel:
@@ -214,34 +220,49 @@ class EngineModel:
         query_key = qkv[:, : self._num_heads + self._num_kv_heads]
         if layer.qk_norm is not None:
             query_key = F.rms_norm(query_key, (self._head_dim,), eps=self._eps) * layer.qk_norm[self._norm_of_head]
-        rotated = torch.addcmul(query_key * cos, query_key.roll(self._head_dim // 2, -1), sin)
+        if self._rotates_pairs:
+            partner = query_key.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            partner = query_key.roll(self._head_dim // 2, -1)
+        rotated = torch.addcmul(query_key * cos, partner, sin)
         return rotated, qkv[:, self._num_heads + self._num_kv_heads :]
 
     def _finish_layer(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + F.linear(attended, layer.out)
+        x = x + self._post_norm(F.linear(attended, layer.out), layer.post_norm1)
         normed = F.rms_norm(x, (x.shape[-1],), layer.norm2, self._eps)
         if layer.gate_up is None or layer.down is None:
             assert layer.experts is not None
             return x + layer.experts(normed[None])[0]
         gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, layer.down)
+        return x + self._post_norm(F.linear(F.silu(gate) * up, layer.down), layer.post_norm2)
+
+    def _post_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self._eps)
 
     def _head(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x, (x.shape[-1],), self._text.norm.weight, self._eps)
         return F.linear(normed, self.hf.lm_head.weight).float()
 
     def _make_rope_table(self) -> None:
-        """Tables [max_context, D]; the sign of `rotate_half` is in the sine, so that it becomes a roll by D / 2."""
+        """Tables [max_context, D]; the sign of `rotate_half` is in the sine, so that it becomes a roll by D / 2, or for
+        GLM an exchange of neighbours. Channels that do not rotate have angle 0."""
         frequencies = self._text.rotary_emb.inv_freq.float()
         angles = torch.arange(self.max_context, device=self.device).float()[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat((cos, cos), -1).to(self.dtype)
-        self._sin = torch.cat((-sin, sin), -1).to(self.dtype)
+        self._rotates_pairs = isinstance(self.hf, Glm4vForConditionalGeneration | Glm46VForConditionalGeneration)
+        still = self._head_dim - 2 * len(frequencies)
+        if self._rotates_pairs:
+            self._cos = F.pad(cos.repeat_interleave(2, -1), (0, still), value=1.0).to(self.dtype)
+            self._sin = F.pad(torch.stack((-sin, sin), -1).flatten(-2), (0, still)).to(self.dtype)
+        else:
+            self._cos = torch.cat((cos, cos), -1).to(self.dtype)
+            self._sin = torch.cat((-sin, sin), -1).to(self.dtype)
         sections = self._text.config.rope_parameters.get("mrope_section") or [len(frequencies)]
         # Qwen3-VL always interleaves, whatever `mrope_interleaved` says.
         interleaved = isinstance(self.hf, Qwen3VLForConditionalGeneration | Qwen3VLMoeForConditionalGeneration)
         axis = torch.from_numpy(mrope_axes(sections, interleaved=interleaved))
-        self._axis = torch.cat((axis, axis)).to(self.device)
+        axis = F.pad(axis.repeat_interleave(2), (0, still)) if self._rotates_pairs else torch.cat((axis, axis))
+        self._axis = axis.to(self.device)
         """[D]: which of the three position axes turns this component."""
         self._component = torch.arange(self._head_dim, device=self.device)
 
@@ -288,7 +309,9 @@ def _eos_token_ids(hf: Any) -> tuple[int, ...]:
 def _fuse(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    is_dense = hasattr(mlp, "gate_proj")
+    is_dense, gate_up = hasattr(mlp, "down_proj"), getattr(mlp, "gate_up_proj", None)
+    if is_dense:
+        gate_up = _share([mlp.gate_proj.weight, mlp.up_proj.weight]) if gate_up is None else gate_up.weight
     norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else []
     return _Layer(
         norm1=layer.input_layernorm.weight,
@@ -297,10 +320,17 @@ def _fuse(layer: Any) -> _Layer:
         qkv_bias=None if attention.q_proj.bias is None else _share([p.bias for p in projections]),
         qk_norm=_share(norms).unflatten(0, (2, -1)) if norms else None,
         out=attention.o_proj.weight,
-        gate_up=_share([mlp.gate_proj.weight, mlp.up_proj.weight]) if is_dense else None,
+        gate_up=gate_up,
         down=mlp.down_proj.weight if is_dense else None,
         experts=None if is_dense else mlp,
+        post_norm1=_weight(layer, "post_self_attn_layernorm"),
+        post_norm2=_weight(layer, "post_mlp_layernorm"),
     )
+
+
+def _weight(layer: Any, name: str) -> Tensor | None:
+    norm = getattr(layer, name, None)
+    return None if norm is None else norm.weight
 
 
 def _share(parameters: Sequence[nn.Parameter]) -> Tensor:

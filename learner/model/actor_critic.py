@@ -96,7 +96,9 @@ class VisionLanguageActorCritic(MegatronModule):
         self.register_buffer("_value_centres", centres, persistent=False)
         self._rules = self.family.rules(self.family.text_config(hf_config), self.tied)
         self.adapter, self.base_model = options.adapter, str(source_dir)
-        self._transformer_engine = uses_transformer_engine() and options.adapter is None
+        self._transformer_engine = options.adapter is None and uses_transformer_engine(
+            post_norms=self.family.post_norms
+        )
         if options.adapter is not None:
             assert self.value_head is not None
             start_adapters(self, language_model, [self.value_head])

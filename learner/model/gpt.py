@@ -16,7 +16,7 @@ from vagen.learner.model.collectives import is_first_stage, is_last_stage, num_s
 from vagen.learner.model.cpu_compat import cuda_as_cpu
 from vagen.learner.model.families.base import ModelFamily, refuse_unsupported, rotary_base
 from vagen.learner.model.lora import AdapterOptions, adapt_layers
-from vagen.learner.model.rotary import InterleavedRotaryEmbedding
+from vagen.learner.model.rotary import InterleavedRotaryEmbedding, PartialRotaryEmbedding
 from vagen.learner.model.spec import decoder_layer_spec, uses_transformer_engine
 
 __all__ = ["ModelOptions", "build_gpt", "transformer_config"]
@@ -112,9 +112,11 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
             f"config.json: {deepstack} deepstack_visual_indexes for {config.num_layers} decoder layers in "
             f"{num_stages()} PP stages; the first stage must hold all layers that add inner vision features"
         )
-    engine = uses_transformer_engine() and options.adapter is None
-    spec = decoder_layer_spec(config, transformer_engine=engine, deepstack=deepstack > 0)
+    engine = options.adapter is None and uses_transformer_engine(post_norms=family.post_norms)
+    spec = decoder_layer_spec(config, transformer_engine=engine, deepstack=deepstack > 0, post_norms=family.post_norms)
     if options.adapter is not None:
+        if family.post_norms:
+            raise ConfigError(f"lora: not available for model_type {family.model_type!r}")
         if num_stages() > 1:
             raise ConfigError("$.learner.lora: not available with pipeline stages ($.learner.pipeline_parallel_size)")
         adapt_layers(spec, options.adapter, config)
@@ -133,6 +135,10 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
         )
     if family.interleaved_mrope:
         gpt.rotary_pos_emb = InterleavedRotaryEmbedding(config.kv_channels, 1.0, rotary_base=rotary_base(text_config))
+    rotary_dim = family.rotary_dim(text_config)
+    if rotary_dim is not None:
+        assert config.kv_channels is not None
+        gpt.rotary_pos_emb = PartialRotaryEmbedding(rotary_dim, config.kv_channels, rotary_base(text_config))
     # torch's norms ignore params_dtype, and megatron's distributed optimizer confuses the tensors of a parameter group
     # that holds two dtypes.
     return gpt.to(options.dtype)

@@ -13,26 +13,46 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from vagen.learner.model.attention import SegmentedLayer, SegmentedSDPAttention
 from vagen.learner.model.deepstack import DeepstackLayer
 
-__all__ = ["decoder_layer_spec", "uses_transformer_engine"]
+__all__ = ["PostNormLinear", "decoder_layer_spec", "uses_transformer_engine"]
 
 
-def uses_transformer_engine() -> bool:
-    """True where Transformer Engine and CUDA are both there."""
-    if not torch.cuda.is_available():
+class PostNormLinear(RowParallelLinear):
+    """A row-parallel linear layer whose sum over ranks is normalised."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **more: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **more)
+        self.post_norm = WrappedTorchNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `RowParallelLinear.forward`."""
+        output, bias = super().forward(input_)
+        return self.post_norm(output), bias
+
+
+def uses_transformer_engine(*, post_norms: bool = False) -> bool:
+    """True where Transformer Engine and CUDA are both there, and the decoder has no norms that it lacks."""
+    if post_norms or not torch.cuda.is_available():
         return False
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return bool(HAVE_TE)
 
 
-def decoder_layer_spec(config: TransformerConfig, *, transformer_engine: bool, deepstack: bool) -> ModuleSpec:
-    """Layer spec for `config`; with `deepstack` the layers add features of inner vision blocks."""
+def decoder_layer_spec(
+    config: TransformerConfig, *, transformer_engine: bool, deepstack: bool, post_norms: bool = False
+) -> ModuleSpec:
+    """Layer spec for `config`; with `deepstack` the layers add features of inner vision blocks. `post_norms` normalise
+    what attention and MLP add, which only megatron's own modules do here."""
+    assert not (transformer_engine and post_norms)
     spec: Any
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -46,4 +66,7 @@ def decoder_layer_spec(config: TransformerConfig, *, transformer_engine: bool, d
     )
     spec.module = SegmentedLayer
     spec.submodules.self_attention.submodules.core_attention = SegmentedSDPAttention
+    if post_norms:
+        spec.submodules.self_attention.submodules.linear_proj = PostNormLinear
+        spec.submodules.mlp.submodules.linear_fc2 = PostNormLinear
     return spec

@@ -153,6 +153,9 @@ def _fuse(rule: WeightRule, parts: Sequence[Tensor], config: TransformerConfig) 
         return torch.cat(list(parts))
     groups, queries, width = _heads(config)
     shaped = [x.reshape(groups, heads, width, *x.shape[1:]) for x, heads in zip(parts, (queries, 1, 1), strict=True)]
+    if rule.layout is Layout.PAIRED_QKV:
+        order = _apart(rule, width)
+        shaped = [*(x[:, :, order] for x in shaped[:2]), shaped[2]]
     return torch.cat(shaped, 1).flatten(0, 2)
 
 
@@ -163,7 +166,19 @@ def _split(rule: WeightRule, whole: Tensor, config: TransformerConfig) -> Sequen
         return whole.chunk(2)
     groups, queries, width = _heads(config)
     shaped = whole.reshape(groups, queries + 2, width, *whole.shape[1:])
-    return [x.flatten(0, 2) for x in shaped.split([queries, 1, 1], 1)]
+    parts = list(shaped.split([queries, 1, 1], 1))
+    if rule.layout is Layout.PAIRED_QKV:
+        order = _apart(rule, width).argsort()
+        parts = [*(x[:, :, order] for x in parts[:2]), parts[2]]
+    return [x.flatten(0, 2) for x in parts]
+
+
+def _apart(rule: WeightRule, width: int) -> Tensor:
+    """int64 [width]: which channel of HF's head stands at each place of megatron's, for PAIRED_QKV."""
+    assert rule.rotary_dim is not None
+    channels = torch.arange(width)
+    pairs, others = channels[: rule.rotary_dim].unflatten(0, (-1, 2)).T, channels[rule.rotary_dim :].chunk(2)
+    return torch.cat([part for half in zip(pairs, others, strict=True) for part in half])
 
 
 def _shard(rule: WeightRule, whole: Tensor, rank: int, size: int) -> Tensor:

@@ -223,6 +223,7 @@ class Lab:
     def build(family: str, folder: Path) -> Any:
         """transformers' tiny model of a family, saved in `folder`."""
         builders = {
+            "glm4v": tiny.build_glm4v,
             "internvl": tiny.build_internvl,
             "qwen2": tiny.build_text_model,
             "qwen2_5_vl": tiny.build_model,

@@ -66,7 +66,7 @@ def test_weights_written_into_parameters_reach_the_forward_pass(lab, tmp_path):
     torch.testing.assert_close(logits[0], hf(torch.tensor(TEXTS[:1])).logits[0, -1], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_vl_moe", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl"])
 def test_a_saved_folder_holds_every_parameter_of_the_engine(lab, tmp_path, family):
     """Under the hub's names, which the engine's differ from."""
     lab.build(family, tmp_path)
@@ -78,7 +78,7 @@ def test_a_saved_folder_holds_every_parameter_of_the_engine(lab, tmp_path, famil
     assert {name: tensor_checksum(tensor) for name, tensor in staged.items()} == receiver.checksums()
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl"])
 @torch.no_grad()
 def test_logits_with_pictures_are_those_of_transformers(lab, tmp_path, family):
     hf = lab.build(family, tmp_path)
@@ -107,7 +107,7 @@ def test_logits_with_pictures_are_those_of_transformers(lab, tmp_path, family):
         rows = [[*row, int(token)] for row, token in zip(rows, sampled, strict=True)]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl"])
 @torch.no_grad()
 def test_logprobs_after_a_picture_are_the_learners(lab, tmp_path, family):
     """From the rendered prompt through the processors of both, at a temperature, without forbidden tokens."""
@@ -152,6 +152,7 @@ def test_logprobs_after_a_picture_are_the_learners(lab, tmp_path, family):
     [
         ("qwen3_vl", {"pictures", "vision cache"}),
         ("qwen3_vl_moe", {"pictures", "vision cache"}),
+        ("glm4v", {"pictures", "vision cache"}),
         ("internvl", {"pictures", "vision cache"}),
         ("qwen3", {"prompt", "update"}),
     ],

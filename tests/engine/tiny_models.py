@@ -16,6 +16,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     PreTrainedModel,
@@ -31,6 +33,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from vagen.common.vision import ImageSpec, preprocess_image
@@ -139,6 +142,34 @@ def _build_qwen3_vl(folder: Path, config_class: Any, model_class: Any, **text: A
     )
     ImageSpec(patch_size=16, max_pixels=64 * 64 * 8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)).save(folder)
     return save(model_class(config), folder)
+
+
+def build_glm4v(folder: Path) -> Glm4vForConditionalGeneration:
+    """A tiny model, half of whose heads rotates."""
+    torch.manual_seed(5)
+    config = Glm4vConfig(
+        text_config=text_settings(mrope_section=[2, 1, 1], partial_rotary_factor=0.5),
+        vision_config=dict(
+            depth=2,
+            hidden_size=32,
+            intermediate_size=96,
+            num_heads=2,
+            patch_size=14,
+            image_size=70,
+            out_hidden_size=64,
+            initializer_range=0.08,
+        ),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_start_token_id=VISION_START,
+        image_end_token_id=VISION_END,
+        video_start_token_id=VISION_START,
+        video_end_token_id=VISION_END,
+        tie_word_embeddings=False,
+    )
+    folder.mkdir(exist_ok=True)
+    Glm4vImageProcessorPil(size={"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 56 * 56 * 8}).save_pretrained(folder)
+    return save(Glm4vForConditionalGeneration(config), folder)
 
 
 def build_internvl(folder: Path) -> InternVLForConditionalGeneration:

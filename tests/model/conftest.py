@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     Qwen2_5_VLConfig,
@@ -23,6 +27,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from vagen.common.vision import Grid, ImageSpec, mrope_positions
@@ -158,6 +163,58 @@ def _save_qwen3_vl(model_class: Any, config: Any, directory: Path) -> tuple[Any,
     ImageSpec().save(directory)
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     return model, directory
+
+
+@pytest.fixture
+def save_glm4v(tmp_path: Path) -> SaveModel:
+    """GLM-4.1V, or with `newer` GLM-4.6V; a quarter of a head rotates. Returns (transformers model, its directory)."""
+
+    def build(*, tied: bool = False, newer: bool = False, num_layers: int = 3, name: str = "glm4v") -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        config_class, model_class = (
+            (Glm46VConfig, Glm46VForConditionalGeneration) if newer else (Glm4vConfig, Glm4vForConditionalGeneration)
+        )
+        config = config_class(
+            text_config={
+                "model_type": "glm4v_text",
+                "vocab_size": 512,
+                "hidden_size": 128,
+                "intermediate_size": 160,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 512,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [2, 1, 1],
+                    "partial_rotary_factor": 0.25,
+                },
+            },
+            vision_config={
+                "model_type": "glm4v_vision",
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 96,
+                "num_heads": 2,
+                "patch_size": 14,
+                "image_size": 70,
+                "out_hidden_size": 128,
+            },
+            image_token_id=IMAGE,
+            video_token_id=501,
+            image_start_token_id=VISION_START,
+            image_end_token_id=VISION_END,
+            tie_word_embeddings=tied,
+        )
+        model = _randomise(model_class(config))
+        directory = tmp_path / name
+        model.save_pretrained(directory)
+        Glm4vImageProcessorPil().save_pretrained(directory)
+        (directory / "chat_template.jinja").write_text("{{ messages }}")
+        return model, directory
+
+    return build
 
 
 @pytest.fixture

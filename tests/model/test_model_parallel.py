@@ -37,7 +37,7 @@ def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["vl", "qwen3_vl", "glm4v"])
 def test_two_ranks_equal_one(
     request: pytest.FixtureRequest,
     vl_rows: Any,
@@ -73,9 +73,9 @@ def test_two_ranks_equal_one(
 
 
 def _disk_names(state: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
-    """Qwen3-VL's files keep transformers' names, Qwen2.5-VL's have shorter ones."""
+    """Qwen3-VL's and GLM's files keep transformers' names, Qwen2.5-VL's have shorter ones."""
     state = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
-    if model_type == "qwen3_vl":
+    if model_type != "qwen2_5_vl":
         return state
     return {k.replace(".language_model", "").replace("model.visual", "visual"): v for k, v in state.items()}
 

@@ -19,7 +19,7 @@ from vagen.learner.model.rotary import InterleavedRotaryEmbedding
 
 IMAGE = 500
 FORBIDDEN = torch.tensor([500, 501, 502])
-VISION_FAMILIES = ["vl", "qwen3_vl", "qwen3_vl_moe"]
+VISION_FAMILIES = ["vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"]
 Pack = Callable[..., PackedBatch]
 _ROUNDING = 1e-9
 """What a gradient that is 0 comes to: that of a bias of keys which are not rotated."""
@@ -100,10 +100,12 @@ def _loss(out: TokenOutputs) -> torch.Tensor:
         ("vl", {"windows": False}),
         ("qwen3_vl", {}),
         ("qwen3_vl_moe", {}),
+        ("glm4v", {}),
+        ("glm4v", {"newer": True}),
         ("internvl", {"decoder": "qwen3"}),
         ("internvl", {"decoder": "qwen2"}),
     ],
-    ids=["windows", "no windows", "deepstack", "experts", "tiles", "tiles, qwen2"],
+    ids=["windows", "no windows", "deepstack", "experts", "sandwich norms", "GLM-4.6V", "tiles", "tiles, qwen2"],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_vision_language_outputs_and_gradients(

@@ -127,7 +127,13 @@ def test_frozen_vision_is_not_updated(save_vl: Any, vl_rows: Any, pack: Pack) ->
 
 @pytest.mark.parametrize(
     ("family", "tied", "bf16"),
-    [("vl", False, False), ("vl", True, False), ("vl", True, True), ("qwen3_vl_moe", False, False)],
+    [
+        ("vl", False, False),
+        ("vl", True, False),
+        ("vl", True, True),
+        ("qwen3_vl_moe", False, False),
+        ("glm4v", False, False),
+    ],
 )
 def test_resume_is_bit_identical(
     request: pytest.FixtureRequest, vl_rows: Any, pack: Pack, tmp_path: Path, family: str, tied: bool, bf16: bool

@@ -20,7 +20,7 @@ from vagen.learner.config import ModelConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.tiny import save_tiny_model
 
-FAMILIES = ["qwen2", "vl", "qwen3", "qwen3_vl", "qwen3_vl_moe", "internvl"]
+FAMILIES = ["qwen2", "vl", "qwen3", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl"]
 """Fixtures `save_*` of tiny models."""
 
 
@@ -81,7 +81,7 @@ def test_engine_names(request: pytest.FixtureRequest, family: str, tied: bool) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["vl", "qwen3_vl", "qwen3_vl_moe", "internvl"])
+@pytest.mark.parametrize("family", ["vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl"])
 def test_saved_directory_is_complete(request: pytest.FixtureRequest, tmp_path: Path, family: str, tied: bool) -> None:
     hf, directory = request.getfixturevalue(f"save_{family}")(tied=tied)
     model = VisionLanguageActorCritic.load_hf(directory)
@@ -127,8 +127,8 @@ def test_unsupported_models_are_refused(save_qwen2: Any, tmp_path: Path) -> None
     _, directory = save_qwen2()
     config = json.loads((directory / "config.json").read_text())
     for change, message in (
-        ({"model_type": "no_such_model"}, "no_such_model.*supported: internvl, qwen2, "),
-        ({"model_type": "gpt2"}, "gpt2.*supported: internvl, qwen2, qwen2_5_vl, qwen3, qwen3_vl, qwen3_vl_moe"),
+        ({"model_type": "no_such_model"}, "no_such_model.*supported: glm46v, glm4v, internvl, "),
+        ({"model_type": "gpt2"}, "gpt2.*supported: .*internvl, qwen2, qwen2_5_vl, qwen3, qwen3_vl, qwen3_vl_moe"),
         (
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
             "sliding-window",

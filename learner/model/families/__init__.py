@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vagen.common.errors import ConfigError
 from vagen.learner.model.families.base import Layout, ModelFamily, WeightRule
+from vagen.learner.model.families.glm4v import GLM4V, GLM46V
 from vagen.learner.model.families.internvl import INTERNVL
 from vagen.learner.model.families.qwen2 import QWEN2
 from vagen.learner.model.families.qwen2_5_vl import QWEN2_5_VL
@@ -16,7 +17,9 @@ from vagen.learner.model.families.qwen3_vl_moe import QWEN3_VL_MOE
 
 __all__ = ["Layout", "ModelFamily", "WeightRule", "family_of"]
 
-_FAMILIES = {family.model_type: family for family in (INTERNVL, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL, QWEN3_VL_MOE)}
+_FAMILIES = {
+    family.model_type: family for family in (GLM4V, GLM46V, INTERNVL, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL, QWEN3_VL_MOE)
+}
 
 
 def family_of(model_type: str) -> ModelFamily:

@@ -36,6 +36,9 @@ class Layout(Enum):
     """gate rows, then up rows; each half is sharded by itself."""
     FUSED_GATE_UP = "fused_gate_up"
     """The same where HF has both in one tensor."""
+    PAIRED_QKV = "paired_qkv"
+    """As QKV, where HF rotates neighbouring channels of a query or key head and megatron those half a head apart: the
+    even ones of the channels that rotate come into the first half, the odd ones into the second, the others behind."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class WeightRule:
     layout: Layout = Layout.COPY
     tp_dim: int | None = None
     expert: int | None = None
+    rotary_dim: int | None = None
+    """Of PAIRED_QKV: the leading channels of a head that rotate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +66,12 @@ class ModelFamily:
     `disk_prefixes` maps them to the names on the hub where those differ. `transformer_options` gives the
     `TransformerConfig` fields that are peculiar to the family, from the HF text config. `mrope_section` gives the
     M-RoPE split of half a head (a text model gets one too, as three equal axes are plain RoPE), and `interleaved_mrope`
-    how the axes lie in it (see `vagen.common.vision.mrope_axes`). `vision` makes the vision module, from the top-level
-    config, and `projector` names its parts that project features into the decoder; `num_deepstack` counts, from the
-    top-level config, the decoder layers that add features of its inner blocks. `rules` lists the decoder's tensors
-    layer by layer, from (HF text config, tied head). `from_disk` makes an HF tensor of one on disk, from (HF text
-    config, HF name, tensor), where files on the hub hold another layout.
+    how the axes lie in it (see `vagen.common.vision.mrope_axes`); `rotary_dim` counts the channels of a head that
+    rotate, where not all do. With `post_norms` what attention and MLP add is normalised first. `vision` makes the
+    vision module, from the top-level config, and `projector` names its parts that project features into the decoder;
+    `num_deepstack` counts, from the top-level config, the decoder layers that add features of its inner blocks. `rules`
+    lists the decoder's tensors layer by layer, from (HF text config, tied head). `from_disk` makes an HF tensor of one
+    on disk, from (HF text config, HF name, tensor), where files on the hub hold another layout.
     """
 
     model_type: str
@@ -78,6 +84,8 @@ class ModelFamily:
     transformer_options: Callable[[Any], dict[str, Any]]
     mrope_section: Callable[[Any], list[int]]
     interleaved_mrope: bool = False
+    rotary_dim: Callable[[Any], int | None] = lambda text_config: None
+    post_norms: bool = False
     num_deepstack: Callable[[Any], int] = lambda config: 0
     rules: Callable[[Any, bool], list[WeightRule]]
     from_disk: Callable[[Any, str, Tensor], Tensor] = lambda text_config, name, tensor: tensor
