@@ -71,7 +71,7 @@ def test_a_saved_folder_holds_every_parameter_of_the_engine(lab, tmp_path, famil
     """Under the hub's names, which the engine's differ from."""
     lab.build(family, tmp_path)
     engine = EngineModel(tmp_path, EngineConfig(max_running=1, max_context=64))
-    receiver = WeightReceiver(engine.hf, is_tied=engine.is_tied, timeout_s=1.0)
+    receiver = WeightReceiver(engine.hf, is_tied=engine.is_tied)
     receiver.begin()
     receiver.read_folder(tmp_path, "1")
     staged = receiver.end().tensors
