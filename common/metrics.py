@@ -59,6 +59,11 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_learner_alarms_total": ("Collapse alarms raised", ("alarm",)),
     "vagen_learner_archived_total": ("Trained trajectories by what the archive did: written, lost", ("fate",)),
     "vagen_learner_archive_seconds_total": ("Seconds of the archive's thread", ()),
+    "vagen_learner_checkpoints_total": ("Durable checkpoints", ()),
+    "vagen_learner_checkpoint_seconds_total": (
+        "Seconds in which checkpoints were written, and those of them during which training went on, by part",
+        ("part",),
+    ),
     "vagen_learner_skipped_steps_total": ("Optimizer steps skipped for a non-finite gradient", ()),
 }
 

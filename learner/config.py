@@ -136,6 +136,8 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     publish_every: PositiveInt = 1
     checkpoint_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 2
+    asynchronous_checkpoints: bool = True
+    """Train while threads write a checkpoint, from a copy of its state in host memory; else wait for it."""
     prefetch: Annotated[int, msgspec.Meta(ge=0, le=1)] = 1
     """1 claims and prepares the next batch during the update."""
     expected_trajectory_bytes: PositiveInt = 64 << 10

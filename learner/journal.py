@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vagen.buffer.manifest import Manifest
 from vagen.common.files import flush, make_directory
 from vagen.common.metrics import Metrics
 from vagen.learner.alarms import AlarmConfig, CollapseAlarms
+from vagen.learner.checkpointer import DurableCheckpoint
 from vagen.learner.feeder import Feed
 from vagen.learner.publisher import Published
 from vagen.learner.summary import BatchSummary
@@ -44,10 +46,18 @@ class StepJournal:
         self._replay(file)
         self._metrics = metrics
         self._started = time.time()
+        self._checkpoint: DurableCheckpoint | None = None
 
     def close(self) -> None:
         """Flush and close the file."""
         self._file.close()
+
+    def note_checkpoint(self, checkpoint: DurableCheckpoint) -> None:
+        """Count a checkpoint that is durable; the next line tells of it."""
+        self._checkpoint = checkpoint
+        self._metrics.count("vagen_learner_checkpoints_total")
+        self._metrics.count("vagen_learner_checkpoint_seconds_total", checkpoint.write_s, part="written")
+        self._metrics.count("vagen_learner_checkpoint_seconds_total", checkpoint.hidden_s, part="hidden")
 
     def write(
         self,
@@ -65,6 +75,7 @@ class StepJournal:
         `summary` is that of the global batch, `seconds` are those of the loop's stages, `settings` the live settings
         that have changed since the last line.
         """
+        durable, self._checkpoint = self._checkpoint, None
         line = {
             "step": step,
             "time": time.time(),
@@ -76,6 +87,7 @@ class StepJournal:
             "publish": _publish_fields(published),
             "probe_mismatch": probe_mismatch,
             "seconds": seconds,
+            **({} if durable is None else {"checkpoint": asdict(durable)}),
             **({"settings": dict(settings)} if settings else {}),
             **({} if feed.notes is None else {"replay": dict(feed.notes)}),
         }

@@ -11,8 +11,8 @@
     record    one line and the metrics of the step, before the checkpoint that makes it durable.
     save      every `checkpoint_every` steps, or when claimed batches fill half of the buffer or the rest is full while
     waiting:
-              once the checkpoint is durable, `done` frees the steps it contains, with `learner.archive` once they are
-              archived.
+              a snapshot, which threads write beside the next steps. Once it is durable, `done` frees the steps it
+              contains, with `learner.archive` once they are archived. At most one is in the making.
 
 A kill at any point is repaired at start: the newest checkpoint says the step, later manifests are claimed again
 identically. Rank 0 alone talks to engines and marks progress; every rank claims the same sealed manifest. A replay is
@@ -24,17 +24,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from vagen.common.errors import ConfigError
+from vagen.learner.checkpointer import Checkpointer, DurableCheckpoint
 from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.config import LearnerConfig
 from vagen.learner.feeder import BatchFeeder, Feed
 from vagen.learner.journal import StepJournal
-from vagen.learner.model.checkpoint_io import save_checkpoint
 from vagen.learner.model.collectives import broadcast_object, count_votes
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.probe import Probe
@@ -82,11 +82,21 @@ class Learner:
     _trained: list[int] = field(default_factory=list)
     _skipped_in_a_row: int = 0
     _stuck_since: float | None = None
-    _saving_s: float = 0.0
-    """Of the checkpoint since the last recorded step."""
+
+    def __post_init__(self) -> None:
+        self._saves = Checkpointer(
+            self.checkpoints,
+            self.trainer,
+            asynchronous=self.config.asynchronous_checkpoints,
+            on_durable=self._on_durable,
+        )
 
     def run(self) -> int:
         """Train up to `last_step`, or until `stop`; returns the step reached. Leaves a checkpoint of it."""
+        with closing(self._saves):
+            return self._run()
+
+    def _run(self) -> int:
         config = self.config
         step = self.first_step
         self._publish(step)
@@ -115,10 +125,12 @@ class Learner:
                     mismatch = self._check_engine(published)
             self._record(step, feed, stats, published, mismatch, clock)
             step += 1
+            self._saves.poll()
             if self._is_checkpoint_due(step):
                 self._save(step)
         if self._trained:
             self._save(step)
+        self._saves.drain()
         return step
 
     def _wait_for(self, step: int) -> Feed | None:
@@ -130,7 +142,8 @@ class Learner:
             if feed is None:
                 feed = self.feeder.wait(_TEND_EVERY_S)
             is_missing = feed is None
-            must_save = is_missing and bool(self._trained) and self._needs_checkpoint(is_waiting=True)
+            may_save = is_missing and bool(self._trained) and not self._saves.is_writing
+            must_save = may_save and self._needs_checkpoint(is_waiting=True)
             stopped, missing, saving = count_votes(self.stop.is_set(), is_missing, must_save)
             if stopped:
                 return None
@@ -138,6 +151,7 @@ class Learner:
                 return feed
             if saving:
                 self._save(step)
+            self._saves.poll()
             if not is_missing or not self.is_first_rank:
                 continue
             self._give_up_on_a_batch_that_cannot_come()
@@ -193,6 +207,10 @@ class Learner:
     def _is_checkpoint_due(self, step: int) -> bool:
         is_regular = step % self.config.checkpoint_every == 0 or step == self.last_step
         (early,) = count_votes(not is_regular and self._needs_checkpoint(is_waiting=False))
+        if early and self._saves.is_writing:
+            # What it holds is claimed until it is durable, and may be enough.
+            self._saves.drain()
+            (early,) = count_votes(self._needs_checkpoint(is_waiting=False))
         return is_regular or early > 0
 
     def _needs_checkpoint(self, *, is_waiting: bool) -> bool:
@@ -200,22 +218,21 @@ class Learner:
         return self.is_first_rank and self.source.needs_checkpoint(is_waiting=is_waiting)
 
     def _save(self, step: int) -> None:
-        """A checkpoint before `step`, and then, when it is durable, `done` for the steps it contains."""
-        started = time.perf_counter()
-        path = self.checkpoints.path_of(step)
-        if not path.exists():
-            record = {
-                "step": step,
-                "num_updates": self.update.num_updates,
-                "num_critic_updates": self.update.num_critic_updates,
-                "probe": None if self.probe is None else self.probe.to_plain(),
-            }
-            save_checkpoint(path, self.trainer.model, self.trainer, record, self.update.beside_policy())
-        if self.is_first_rank:
-            self.source.done(self._trained)
-            self.checkpoints.prune()
+        """Begin a checkpoint before `step`."""
+        record = {
+            "step": step,
+            "num_updates": self.update.num_updates,
+            "num_critic_updates": self.update.num_critic_updates,
+            "probe": None if self.probe is None else self.probe.to_plain(),
+        }
+        self._saves.save(step, self._trained, record, self.update.beside_policy())
         self._trained.clear()
-        self._saving_s = time.perf_counter() - started
+
+    def _on_durable(self, checkpoint: DurableCheckpoint, steps: Sequence[int]) -> None:
+        if self.is_first_rank:
+            self.source.done(steps)
+            self.checkpoints.prune()
+            self.journal.note_checkpoint(checkpoint)
 
     def _give_up_on_skips(self, stats: UpdateStats) -> None:
         if stats.skipped_updates < stats.num_updates:
@@ -240,12 +257,11 @@ class Learner:
         summary = BatchSummary.of_all_ranks(feed.batch)
         if not self.is_first_rank:
             return
-        saving_s, self._saving_s = self._saving_s, 0.0
         seconds = {
             **clock.seconds,
             **stats.seconds,
             "prepare": feed.seconds["prepare"],
-            "checkpoint": saving_s,
+            "checkpoint": self._saves.take_blocked_s(),
             "total": clock.total,
         }
         line = self.journal.write(step, feed, summary, stats, published, mismatch, seconds, self.changed_settings())

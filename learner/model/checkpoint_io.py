@@ -11,12 +11,9 @@ not decide when to save, and does not delete.
 
 from __future__ import annotations
 
-import functools
 import json
-import queue
 import random
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,20 +25,28 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from transformers import AutoConfig
 
 from vagen.common.errors import CheckpointError
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.checkpoint_writer import StateWriter, root_cause
 from vagen.learner.model.cpu_compat import compute_device, cuda_as_cpu
-from vagen.learner.model.files import atomic_directory, copy_companions
+from vagen.learner.model.files import begin_directory, commit_directory, copy_companions
 from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.lora import AdapterOptions
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import topology
 
-__all__ = ["load_checkpoint", "load_model", "read_record", "save_checkpoint"]
+__all__ = [
+    "Beside",
+    "PendingCheckpoint",
+    "begin_checkpoint",
+    "load_checkpoint",
+    "load_model",
+    "read_record",
+    "save_checkpoint",
+]
 
 _RECORD_FILE = "learner.json"
 _COMPANIONS = "model"
@@ -53,6 +58,69 @@ Beside = Mapping[str, Trainer | VisionLanguageActorCritic]
 """By name, what is trained or kept apart from the policy: a trainer with its model, or a model alone."""
 
 
+class PendingCheckpoint:
+    """A checkpoint whose content is fixed, on its way to the disk."""
+
+    def __init__(self, path: Path, writer: StateWriter) -> None:
+        self._path = path
+        self._writer = writer
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part is on the disk, or could not be written."""
+        return self._writer.has_ended
+
+    @property
+    def seconds(self) -> float:
+        """That the writing of this rank's part took."""
+        return self._writer.seconds
+
+    def wait(self) -> None:
+        """Until `is_written`."""
+        self._writer.wait()
+
+    def finish(self) -> None:
+        """Wait for the writing; the checkpoint appears under its name. Collective over all ranks.
+
+        Raises CheckpointError where a rank could not write its part.
+        """
+        try:
+            self._writer.finish()
+            commit_directory(self._path)
+        except (OSError, RuntimeError) as error:
+            raise _unwritten(self._path, error) from error
+
+
+def begin_checkpoint(
+    path: str | Path,
+    model: VisionLanguageActorCritic,
+    trainer: Trainer,
+    extra: Mapping[str, Any],
+    beside: Beside = MappingProxyType({}),
+) -> PendingCheckpoint:
+    """Copy the state to host memory and start to write it: training may go on. Collective over all ranks.
+
+    `path` appears when the result is finished, complete and flushed to disk, or not at all; one at a time. `extra` is
+    what the caller wants back (step, policy version, manifest ...), JSON. Raises CheckpointError where `path` exists or
+    cannot be written.
+    """
+    path = Path(path)
+    target = begin_directory(path)
+    content = target / "state"
+    try:
+        if dist.get_rank() == 0:
+            content.mkdir()
+            (target / _RECORD_FILE).write_text(json.dumps(_new_record(model, extra, beside), indent=2))
+            (target / _COMPANIONS).mkdir()
+            copy_companions(model.source_dir, target / _COMPANIONS)
+        dist.barrier()
+        with cuda_as_cpu():
+            state = _sharded_state(model, trainer, beside, with_generators=True, is_loading=False)
+        return PendingCheckpoint(path, StateWriter(state, content, _SHARDING))
+    except (OSError, RuntimeError) as error:
+        raise _unwritten(path, error) from error
+
+
 def save_checkpoint(
     path: str | Path,
     model: VisionLanguageActorCritic,
@@ -60,63 +128,24 @@ def save_checkpoint(
     extra: Mapping[str, Any],
     beside: Beside = MappingProxyType({}),
 ) -> None:
-    """Write `path`, a directory that appears complete and flushed to disk, or not at all. Collective over all ranks.
-
-    `extra` is what the caller wants back (step, policy version, manifest ...), JSON. Raises CheckpointError where
-    `path` exists.
-    """
-    record = json.dumps(
-        {
-            "format": _FORMAT,
-            "model": _fingerprint(model),
-            "bf16": model.config.bf16,
-            "base_model": model.base_model,
-            "world": _world(),
-            "beside": sorted(beside),
-            "extra": dict(extra),
-        },
-        indent=2,
-    )
-    with atomic_directory(Path(path)) as target:
-        content = target / "state"
-        if dist.get_rank() == 0:
-            content.mkdir()
-            (target / _RECORD_FILE).write_text(record)
-            (target / _COMPANIONS).mkdir()
-            copy_companions(model.source_dir, target / _COMPANIONS)
-        dist.barrier()
-        with cuda_as_cpu():
-            state = _sharded_state(model, trainer, beside, with_generators=True, is_loading=False)
-            _write_without_processes()
-            dist_checkpointing.save(state, str(content), content_metadata=dict(_SHARDING))
+    """`begin_checkpoint`, and wait until it is there."""
+    begin_checkpoint(path, model, trainer, extra, beside).finish()
 
 
-def _write_without_processes() -> None:
-    """Make megatron write in threads of this process, since a save that blocks needs nothing else.
-
-    megatron would start a manager for its queue and fork a writer for each file. They outlive a learner that is killed
-    in mid-save, with its sockets and locks, and may write into a checkpoint of the learner that comes after it; and a
-    fork of a process with threads may never return.
-    """
-    filesystem_async._results_queue = queue.SimpleQueue()
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_buckets)
+def _unwritten(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: could not be written: {root_cause(error)}")
 
 
-def _write_buckets(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
-    """Stands in for megatron's function of the same arguments: one thread a file, each fsynced."""
-    write = functools.partial(filesystem_async.FileSystemWriterAsync.write_preloaded_data, transforms)
-    outcomes: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    open_buckets: queue.Queue[int] = queue.Queue()
-    with ThreadPoolExecutor(len(buckets), thread_name_prefix="checkpoint") as pool:
-        writes = []
-        for index, bucket in enumerate(buckets):
-            open_buckets.put(index)
-            writes.append(pool.submit(write, index, bucket, outcomes, open_buckets, use_fsync=True, use_msc=use_msc))
-        for ended in writes:
-            ended.result()
-    written = dict(outcomes.get() for _ in buckets)
-    # An exception in place of a file's results is the result of all: megatron raises it on every rank.
-    results.put(next((part for part in written.values() if isinstance(part, Exception)), written))
+def _new_record(model: VisionLanguageActorCritic, extra: Mapping[str, Any], beside: Beside) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "model": _fingerprint(model),
+        "bf16": model.config.bf16,
+        "base_model": model.base_model,
+        "world": _world(),
+        "beside": sorted(beside),
+        "extra": dict(extra),
+    }
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

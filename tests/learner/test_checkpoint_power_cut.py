@@ -67,8 +67,9 @@ def wait_for_part_of_the_next(checkpoints, count):
 
 
 @pytest.mark.slow
-def test_what_was_done_loads_after_a_power_cut(done_and_resumed):
-    for told, resumed in done_and_resumed(6, random.randrange(1 << 32)):
+@pytest.mark.parametrize("options", [(), ("asynchronous",)], ids=["waiting", "asynchronous"])
+def test_what_was_done_loads_after_a_power_cut(done_and_resumed, options):
+    for told, resumed in done_and_resumed(6, random.randrange(1 << 32), *options):
         assert resumed in (told, told + 1), "the one that was being saved may have made it"
 
 

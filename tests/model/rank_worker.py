@@ -12,7 +12,7 @@ from vagen.learner.layout import ParallelLayout
 from vagen.learner.model import parallel
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import PackedBatch, TokenOutputs
-from vagen.learner.model.checkpoint_io import load_checkpoint, save_checkpoint
+from vagen.learner.model.checkpoint_io import begin_checkpoint, load_checkpoint, save_checkpoint
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.model.pipeline import outputs_of
 
@@ -56,6 +56,13 @@ def run(work: Path, batches: list[PackedBatch], place: parallel.ParallelTopology
     result["resumed"] = model.export_hf_state()
     result["resumed_norms"] = train_steps(trainer, batches, place)
     result["resumed_trained"] = model.export_hf_state()
+    beside = work / f"beside-{name_of(place)}"
+    pending = begin_checkpoint(beside, model, trainer, {"step": 4})
+    result["going_on"] = train_steps(trainer, batches, place)
+    pending.finish()
+    load_checkpoint(beside, model, trainer)
+    result["again"] = train_steps(trainer, batches, place)
+    load_checkpoint(beside, model, trainer)
     model.save_hf(work / f"saved-{name_of(place)}")
     return result
 

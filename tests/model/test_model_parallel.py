@@ -64,6 +64,7 @@ def test_two_ranks_equal_one(
         # The checkpoint of one process, loaded by two.
         _assert_close(two["resumed"], one["trained"], atol=0.0)
         assert two["resumed_norms"] == pytest.approx(one["resumed_norms"], rel=1e-4)
+        assert two["again"] == two["going_on"], "a checkpoint written beside training resumes with the same bits"
         # And the other way round.
         model = VisionLanguageActorCritic.load_hf(tmp_path / "vl")
         load_checkpoint(tmp_path / f"own-{layout}", model, Trainer(model, AdamOptions()))
