@@ -14,7 +14,7 @@ from vagen.learner.model.checkpoint_io import load_checkpoint, save_checkpoint
 from vagen.learner.model.files import read_weights
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.model.parallel import parallel_session
-from vagen.learner.update import load_models
+from vagen.learner.models import load_models
 from vagen.tools.export import ExportOptions, export
 
 TEXT, VISION = ("qwen2", "qwen3"), ("qwen2_5_vl", "qwen3_vl")

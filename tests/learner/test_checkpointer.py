@@ -16,7 +16,7 @@ from vagen.learner.config import LearnerConfig
 from vagen.learner.model import checkpoint_writer
 from vagen.learner.model.checkpoint_io import load_checkpoint, read_record
 from vagen.learner.model.optimizer import AdamOptions, Trainer
-from vagen.learner.update import load_models
+from vagen.learner.models import load_models
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
