@@ -41,6 +41,12 @@ class CheckpointFolder:
         steps = self.steps()
         return self.path_of(steps[-1]) if steps else None
 
+    def clear_incomplete(self) -> None:
+        """Delete what a learner that was killed in mid-save left; not while one is being written."""
+        for path in self._path.glob(".step-*.incomplete"):
+            logger.info("%s was not finished", path)
+            shutil.rmtree(path, ignore_errors=True)
+
     def prune(self) -> None:
         """Delete all but the newest; a directory that cannot be deleted is left and logged."""
         for step in self.steps()[: -self._keep]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from vagen.common.vision import ImageSpec, mrope_positions, preprocess_image
+from vagen.common.towers import image_spec
 from vagen.learner.config import LearnerConfig
 from vagen.learner.model.batch import ImageBatch, PackedBatch
 from vagen.learner.model.checkpoint_io import load_checkpoint, save_checkpoint
@@ -17,7 +17,7 @@ from vagen.learner.model.parallel import parallel_session
 from vagen.learner.models import load_models
 from vagen.tools.export import ExportOptions, export
 
-TEXT, VISION = ("qwen2", "qwen3"), ("qwen2_5_vl", "qwen3_vl")
+TEXT, VISION = ("qwen2", "qwen3"), ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
 BOUND = 1e-4
 OUTPUT = [40, 41, 42, 43, 44, 45]
 
@@ -66,17 +66,28 @@ def prompt(lab, family):
     return [10, 11, 12] if family in TEXT else lab.image_prompt(30)
 
 
+def picture_row(lab, folder, family, output):
+    """The prompt with its placeholders expanded and the output, patches and grids of its picture, and positions."""
+    ids, pictures = [*prompt(lab, family), *output], []
+    if family in TEXT:
+        return ids, pictures, np.broadcast_to(np.arange(len(ids)), (3, len(ids))).copy()
+    spec = image_spec(folder)
+    pictures = [spec.preprocess(lab.png(6))]
+    grids = [grid for _, grid in pictures]
+    ids = [i for token in ids for i in ([token] * spec.num_tokens(grids[0]) if token == lab.image else [token])]
+    return ids, pictures, spec.positions(np.array(ids), grids, lab.image)
+
+
 def packed(lab, folder, family, output):
-    """The prompt with its picture, and the output, which is scored."""
-    ids, images, grids = prompt(lab, family), None, []
-    if family in VISION:
-        patches, grid = preprocess_image(lab.png(6), spec := ImageSpec.load(folder))
-        ids = [i for token in ids for i in ([token] * spec.num_tokens(grid) if token == lab.image else [token])]
-        images, grids = ImageBatch(patches=patches, grids=torch.tensor([grid])), [grid]
-    ids = [*ids, *output]
+    """As the learner scores the output after the prompt."""
+    ids, pictures, positions = picture_row(lab, folder, family, output)
+    images = None
+    if pictures:
+        ((patches, grid),) = pictures
+        images = ImageBatch(patches=patches, grids=torch.tensor([grid]))
     return PackedBatch(
         token_ids=torch.tensor(ids),
-        position_ids=torch.from_numpy(mrope_positions(np.array(ids), grids, image_token_id=lab.image)),
+        position_ids=torch.from_numpy(positions),
         cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
         score_positions=torch.arange(len(ids) - len(output), len(ids)),
         images=images,
@@ -85,14 +96,8 @@ def packed(lab, folder, family, output):
 
 @torch.no_grad()
 def transformers_logprobs(lab, model, folder, family):
-    batch = packed(lab, folder, family, OUTPUT)
-    inputs = {"input_ids": batch.token_ids[None]}
-    if batch.images is not None:
-        inputs |= {
-            "mm_token_type_ids": (inputs["input_ids"] == lab.image).int(),
-            "pixel_values": batch.images.patches,
-            "image_grid_thw": batch.images.grids,
-        }
+    ids, pictures, _ = picture_row(lab, folder, family, OUTPUT)
+    inputs = lab.picture_inputs(model, ids, pictures)
     logits = model(**inputs).logits[0, -len(OUTPUT) - 1 : -1]
     return torch.tensor(lab.gather_logprobs(logits, OUTPUT, 1.0, forbidden(lab, family)))
 
@@ -144,7 +149,7 @@ def test_the_local_engine_samples_with_the_learners_logprobs(lab, exported, lear
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", [*TEXT, *VISION])
+@pytest.mark.parametrize("family", [*TEXT, "qwen2_5_vl", "qwen3_vl"])
 def test_sglang_samples_with_the_learners_logprobs(lab, exported, learner_logprobs, start_sglang, family):
     assert_engine_agrees(lab, start_sglang(*exported(family)), learner_logprobs, family)
 

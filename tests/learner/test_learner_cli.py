@@ -84,6 +84,8 @@ def test_checkpoint_folder_resumes_from_the_newest_complete_one_and_keeps_some(t
     assert folder.newest() == folder.path_of(100)
     folder.prune()
     assert folder.steps() == [20, 100]
+    folder.clear_incomplete()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000100"]
 
 
 def test_learning_rate_warms_up_over_updates_and_decays_over_the_run():
