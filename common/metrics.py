@@ -64,6 +64,8 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
         "Seconds in which checkpoints were written, and those of them during which training went on, by part",
         ("part",),
     ),
+    "vagen_learner_hub_uploads_total": ("Uploads of the model by outcome: ok, failed, left_out", ("outcome",)),
+    "vagen_learner_hub_upload_seconds_total": ("Seconds of uploads, beside training", ()),
     "vagen_learner_skipped_steps_total": ("Optimizer steps skipped for a non-finite gradient", ()),
 }
 

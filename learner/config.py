@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -21,6 +22,15 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 Schedule: TypeAlias = Literal["linear", "cosine", "constant"]
 """How a learning rate falls to its end over the run: evenly, along half a cosine, or not at all."""
+
+
+PLACEHOLDER_REPOSITORY = "your-name/your-model"
+
+
+def require_repository(path: str, name: str) -> None:
+    """Raise `ConfigError` unless a setting names a repository of a hub that somebody chose."""
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+    require(is_name and name != PLACEHOLDER_REPOSITORY, path, name, "OWNER/NAME of a repository of yours")
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
@@ -138,6 +148,11 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     keep_checkpoints: PositiveInt = 2
     asynchronous_checkpoints: bool = True
     """Train while threads write a checkpoint, from a copy of its state in host memory; else wait for it."""
+    hub_every: PositiveInt | None = None
+    """Upload the model after every so many steps, a multiple of `checkpoint_every`, and after the last; none never."""
+    hub_repository: str = PLACEHOLDER_REPOSITORY
+    """OWNER/NAME of the repository, which is made where it is missing; the default is refused."""
+    hub_private: bool = True
     prefetch: Annotated[int, msgspec.Meta(ge=0, le=1)] = 1
     """1 claims and prepares the next batch during the update."""
     expected_trajectory_bytes: PositiveInt = 64 << 10
@@ -179,6 +194,16 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """How long Redis may be away before the learner gives up."""
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0 picks a free port, written to ready.json."""
+
+    def __post_init__(self) -> None:
+        if self.hub_every is not None:
+            require(
+                self.hub_every % self.checkpoint_every == 0,
+                "learner.hub_every",
+                self.hub_every,
+                f"a multiple of checkpoint_every ({self.checkpoint_every})",
+            )
+            require_repository("learner.hub_repository", self.hub_repository)
 
     @property
     def layout(self) -> ParallelLayout:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vagen.common.errors import ConfigError
@@ -77,6 +78,8 @@ class Learner:
     fails. Collective: the first rank alone knows a URL."""
     changed_settings: Callable[[], Mapping[str, Any]] = dict
     """Live settings of the buffer that have changed since the last call."""
+    on_checkpoint: Callable[[Path, int], None] = lambda path, step: None
+    """Is given each durable checkpoint and its step, on the first rank."""
     on_step: Callable[[dict[str, Any]], None] = lambda line: None
     """Is given each line of the journal."""
     _trained: list[int] = field(default_factory=list)
@@ -233,6 +236,7 @@ class Learner:
             self.source.done(steps)
             self.checkpoints.prune()
             self.journal.note_checkpoint(checkpoint)
+            self.on_checkpoint(self.checkpoints.path_of(checkpoint.step), checkpoint.step)
 
     def _give_up_on_skips(self, stats: UpdateStats) -> None:
         if stats.skipped_updates < stats.num_updates:

@@ -33,6 +33,7 @@ from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.config import LearnerConfig
 from vagen.learner.export import export_model
 from vagen.learner.feeder import BatchFeeder
+from vagen.learner.hub import HubUploader
 from vagen.learner.journal import StepJournal
 from vagen.learner.loop import Learner
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
@@ -69,6 +70,7 @@ class LearnerParts:
     journal: StepJournal
     metrics: Metrics
     metrics_port: int
+    hub: HubUploader | None
     stop: threading.Event
     """Set by SIGTERM and SIGINT."""
 
@@ -95,6 +97,7 @@ class LearnerParts:
             first_step=self.first_step,
             is_first_rank=self.is_first,
             probe=self.probe,
+            **({} if self.hub is None else {"on_checkpoint": self.hub.submit}),
             **more,
         )
 
@@ -145,6 +148,8 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
     ):
         model, trainer, update = _make_update(run, config, model_dir, preparer.forbidden_token_ids, topology)
         checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
+        if topology.rank == 0:
+            checkpoints.clear_incomplete()
         first_step, probe = 0, None
         newest = checkpoints.newest()
         if newest is not None:
@@ -157,7 +162,11 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
         port = metrics.serve(config.metrics_port) if topology.rank == 0 else 0
         if topology.rank == 0:
             _replace(folder / "recipe.yaml", yaml.safe_dump(redact_settings(recipe), sort_keys=False))
-        with closing(StepJournal(folder / "metrics.jsonl", metrics, config.alarms)) as journal:
+        with ExitStack() as stack:
+            hub = None
+            if config.hub_every is not None and topology.rank == 0:
+                hub = stack.enter_context(closing(HubUploader(run_dir, config, metrics)))
+            journal = stack.enter_context(closing(StepJournal(folder / "metrics.jsonl", metrics, config.alarms)))
             yield LearnerParts(
                 run=run,
                 config=config,
@@ -172,6 +181,7 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
                 journal=journal,
                 metrics=metrics,
                 metrics_port=port,
+                hub=hub,
                 stop=stop,
             )
 

@@ -16,9 +16,11 @@ from safetensors import SafetensorError
 
 from vagen.common.errors import CheckpointError, ConfigError
 from vagen.learner.checkpoints import CheckpointFolder
+from vagen.learner.config import require_repository
 from vagen.learner.export import export_model, exported_step
 from vagen.learner.model.checkpoint_io import load_model, read_record
 from vagen.learner.model.parallel import parallel_session
+from vagen.tools.hub import push
 from vagen.tools.model_card import write_model_card
 from vagen.tools.runs import RunDir
 
@@ -39,6 +41,16 @@ class ExportOptions:
     dtype: str | None = None
     """`float32` or `bfloat16`; None: as it was trained."""
     max_shard_bytes: int | None = None
+    run: Path | None = None
+    """Folder of the run of a checkpoint that was moved away from it."""
+    push: str | None = None
+    """OWNER/NAME of a repository to upload the folder to."""
+    private: bool = True
+    """Of a repository that is made."""
+
+    def __post_init__(self) -> None:
+        if self.push is not None:
+            require_repository("push", self.push)
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +62,8 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     num_bytes: int
     files: tuple[str, ...]
+    commit: str | None
+    """Address of the upload."""
 
 
 def export(options: ExportOptions, on_stage: Callable[[str], None] = lambda stage: None) -> Exported:
@@ -65,6 +79,10 @@ def export(options: ExportOptions, on_stage: Callable[[str], None] = lambda stag
         name = _write(options, checkpoint, run, step, on_stage)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{options.out}: could not be written, what was there is left: {error}") from error
+    commit = None
+    if options.push is not None:
+        on_stage(f"uploading to {options.push}")
+        commit = push(options.out, options.push, f"Learner step {step}", private=options.private)
     files = sorted(file for file in options.out.iterdir() if file.is_file())
     return Exported(
         path=str(options.out),
@@ -73,6 +91,7 @@ def export(options: ExportOptions, on_stage: Callable[[str], None] = lambda stag
         dtype=name,
         num_bytes=sum(file.stat().st_size for file in files),
         files=tuple(file.name for file in files),
+        commit=commit,
     )
 
 
@@ -118,6 +137,8 @@ def _find(options: ExportOptions) -> tuple[Path, RunDir | None]:
     step = read_record(source)["step"]
     if options.step not in (None, step):
         raise ConfigError(f"--step: {options.source} is the checkpoint of step {step}, got {options.step}")
+    if options.run is not None:
+        return source, RunDir(options.run)
     return source, run if run.checkpoints == source.parent else None
 
 

@@ -21,6 +21,9 @@ def export(
     ] = None,
     max_shard_gb: Annotated[float, typer.Option(help="Larger models are written in several files.")] = 5.0,
     force: Annotated[bool, typer.Option("--force", help="Replace a model folder at OUT.")] = False,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run of a checkpoint that was moved away.")] = None,
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to this repository too.")] = None,
+    private: Annotated[bool, typer.Option("--private/--public", help="Of a repository that is made.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a checkpoint as a model folder that transformers and SGLang load, with a card of its run.
@@ -28,6 +31,8 @@ def export(
     Examples:
 
       vagen export runs/demo-seed0 exported
+
+      vagen export runs/a out/a --push OWNER/NAME
 
       vagen export runs/a out/a-40 --step 40 --dtype bfloat16
 
@@ -46,7 +51,15 @@ def export(
             raise ConfigError(f"--max-shard-gb: expected a number > 0, got {max_shard_gb:g}")
         setup_logging("WARNING")
         options = ExportOptions(
-            source=source, out=out, step=step, force=force, dtype=dtype, max_shard_bytes=int(max_shard_gb * 1e9)
+            source=source,
+            out=out,
+            step=step,
+            force=force,
+            dtype=dtype,
+            max_shard_bytes=int(max_shard_gb * 1e9),
+            run=run,
+            push=push,
+            private=private,
         )
         with Console(stderr=True).status("export") as status:
             done = write(options, lambda stage: status.update(stage))
@@ -54,3 +67,5 @@ def export(
         typer.echo(msgspec.json.encode(done).decode())
     else:
         typer.echo(f"{done.path}: step {done.step}, {done.dtype}, {done.num_bytes / 1e6:.1f} MB")
+        if done.commit is not None:
+            typer.echo(done.commit)
