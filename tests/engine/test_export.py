@@ -34,7 +34,8 @@ def exported(lab, tmp_path):
             model, _ = load_models(source, LearnerConfig())
             trainer = Trainer(model, AdamOptions())
             trainer.zero_grad()
-            trainer.backward(-trainer.forward(packed(lab, source, family, OUTPUT)).logprobs.sum())
+            batch = packed(lab, source, family, OUTPUT)
+            trainer.accumulate([(batch, None)], lambda _, out: -out.logprobs.sum())
             assert not trainer.step(3e-2).skipped
             save_checkpoint(tmp_path / "checkpoint", model, trainer, {"step": 7})
         export(ExportOptions(source=tmp_path / "checkpoint", out=tmp_path / "exported", **options))
