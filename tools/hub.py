@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError
+
+# Of the HTTP library that the installed release is built on, which differs between releases.
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
 from vagen.common.errors import InfrastructureError
 from vagen.learner.config import require_repository
