@@ -124,6 +124,12 @@ class Member:
         await self.http.call("GET", "/ready", None, timeout_s)
         load = await self._read_load()
         identity = await self._identify()
+        if self.is_routed and self._renderer.vision is not None and identity.kind != "local":
+            raise EngineRefusedError(
+                f"{self.url}: SGLang's router, which drops logit_bias (as 0.3.2 does), is no place for a model with "
+                "vision: it could sample image tokens, and its log-probabilities would be another distribution's; "
+                "list the engines instead"
+            )
         if self.identity is None:
             logger.info("engine %s answers: incarnation %s", self.url, identity.incarnation)
         elif self.identity.incarnation != identity.incarnation:

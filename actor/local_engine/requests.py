@@ -27,6 +27,14 @@ __all__ = ["BadRequest", "GenerateBody", "ImageInput", "Request", "RequestFactor
 
 _MAX_SEED = 1 << 63
 _FORBIDDING = 1e9
+_NOT_HERE = (
+    "stream",
+    "return_text_in_logprobs",
+    "return_hidden_states",
+    "return_bytes",
+    "return_entropy",
+    "background",
+)
 
 
 class BadRequest(Exception):
@@ -67,7 +75,14 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
     """Accepted for SGLang's prefix cache, of which this engine has none."""
     model: str | None = None
-    """Written by SGLang's router; there is one model here."""
+    """From here on: what SGLang's router writes into each request. There is one model here, and no logs of requests."""
+    log_metrics: bool = True
+    no_logs: bool = False
+    return_text_in_logprobs: bool = False
+    return_hidden_states: bool = False
+    return_bytes: bool = False
+    return_entropy: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,7 +226,8 @@ class RequestFactory:
         )
 
     def _check_params(self, body: GenerateBody, params: SamplingParams) -> None:
-        _require(not body.stream, "stream", body.stream, "false")
+        for name in _NOT_HERE:
+            _require(not getattr(body, name), name, getattr(body, name), "false")
         _require(body.logprob_start_len == -1, "logprob_start_len", body.logprob_start_len, "-1, output tokens only")
         _require(params.top_p == 1, "sampling_params.top_p", params.top_p, "1; truncated sampling biases the ratio")
         _require(params.top_k == -1, "sampling_params.top_k", params.top_k, "-1; truncated sampling biases the ratio")

@@ -16,6 +16,7 @@ from PIL import Image
 from vagen.actor.client import Generation
 from vagen.actor.engines.config import EnginesConfig
 from vagen.actor.engines.episode import EpisodeClient
+from vagen.actor.engines.http import EngineHttp
 from vagen.actor.engines.limit import Limit
 from vagen.actor.engines.load import Load, parse_load
 from vagen.actor.engines.member import Member
@@ -211,6 +212,29 @@ def test_vllm_is_refused_in_one_sentence(fakes: ModuleType, renderer: ChatRender
         asyncio.run(serve([*alive, web.get("/server_info", answers({"vllm_config": "..."}))]))
     with pytest.raises(EngineRefusedError, match="HTTP 404"):
         asyncio.run(serve(alive))
+
+
+def test_sglang_with_vision_is_refused_behind_a_router_that_drops_logit_bias(renderer: ChatRenderer) -> None:
+    async def main() -> None:
+        async def answer(request: web.Request) -> web.Response:
+            workers = [{"url": f"http://127.0.0.1:{port}"}]
+            return web.json_response({"workers": workers} if request.path == "/workers" else {"port": port})
+
+        runner = web.AppRunner(web.Application())
+        runner.app.add_routes([web.get("/{path}", answer)])
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        roster = Roster((), None, EngineHttp(f"http://127.0.0.1:{port}"))
+        pool = EnginePool(roster, renderer, EnginesConfig(), Metrics("vagen_actor", "run"))
+        try:
+            await pool.connect(5)
+        finally:
+            await pool.close()
+            await runner.cleanup()
+
+    with pytest.raises(EngineRefusedError, match="router, which drops logit_bias"):
+        asyncio.run(main())
 
 
 def test_one_engine_that_answers_is_enough_to_begin(fakes: ModuleType, renderer: ChatRenderer, tmp_path: Path) -> None:

@@ -314,9 +314,13 @@ def test_a_response_without_any_engine_fails_at_its_time_out(start_engines, lab)
     asyncio.run(main())
 
 
+WRITTEN_BY_ROUTER = ("return_text_in_logprobs", "stream", "return_hidden_states", "background", "no_logs")
+WRITTEN_BY_ROUTER += ("return_bytes", "return_entropy")
+
+
 @asynccontextmanager
 async def router_of(engines):
-    """What SGLang's router (0.3.2) does with a request: `model` is written into it, and it goes round the engines.
+    """What SGLang's router (0.3.2) does: it writes what it knows of a request, drops the rest, and goes round the engines.
 
     Engines that are added to the list are in it from then on.
     """
@@ -327,7 +331,8 @@ async def router_of(engines):
         return web.json_response({"workers": found, "total": len(found), "stats": {"regular_count": len(found)}})
 
     async def generate(request):
-        body = await request.json() | {"model": "unknown"}
+        body = await request.json() | dict.fromkeys(WRITTEN_BY_ROUTER, False) | {"model": None, "log_metrics": True}
+        del body["sampling_params"]["logit_bias"]
         url = engines[next(turn) % len(engines)].url
         try:
             async with session.post(f"{url}/generate", json=body) as answer:
