@@ -92,7 +92,7 @@ class Member:
     @property
     def state(self) -> str:
         """For people: what keeps it from taking requests, or how many it has."""
-        if self.is_leaving or self.is_usable:
+        if self.is_usable:
             return f"has {self.in_flight} of {self.limit.value} requests"
         return "does not answer" if self.identity is None else "is not admitted"
 

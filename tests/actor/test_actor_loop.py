@@ -172,7 +172,7 @@ def test_a_slow_episode_blocks_no_other(
     asyncio.run(main())
 
 
-def test_no_episode_starts_before_this_very_engine_is_admitted(
+def test_no_episode_starts_before_this_very_engine_is_admitted_and_not_late(
     fakes: ModuleType, renderer: ChatRenderer, make_env: SimpleNamespace, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -186,6 +186,8 @@ def test_no_episode_starts_before_this_very_engine_is_admitted(
 
             await some_heartbeats()
             ingest.engines = (EngineStatus(url=url, incarnation="an earlier one", policy_version=3),)
+            await some_heartbeats()
+            ingest.engines = (EngineStatus(url=url, incarnation="first", policy_version=3, is_late=True),)
             await some_heartbeats()
             assert ingest.wants == [] and make_env.made == []
             ingest.engines = (EngineStatus(url=url, incarnation="first", policy_version=3),)

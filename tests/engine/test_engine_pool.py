@@ -320,7 +320,7 @@ WRITTEN_BY_ROUTER += ("return_bytes", "return_entropy")
 
 @asynccontextmanager
 async def router_of(engines):
-    """What SGLang's router (0.3.2) does: it writes what it knows of a request, drops the rest, and goes round the engines.
+    """What SGLang's router (0.3.2) does: it writes what it knows of a request anew and goes round the engines.
 
     Engines that are added to the list are in it from then on.
     """
