@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 
 import pytest
 import torch
 
-from vagen.actor.client import HttpEngineClient
-from vagen.actor.engines.openai import OpenAIClient
-from vagen.actor.messages import Message, Picture, Response
-from vagen.actor.rendering import ChatRenderer
 from vagen.common.errors import EngineError
-from vagen.common.trajectory import SamplingParams
 from vagen.learner.broadcast import Broadcaster, ProbePrompt, checksum, probe_engine
 from vagen.learner.config import BroadcastConfig
 
@@ -142,31 +136,3 @@ def test_an_update_that_fails_half_way_leaves_no_trainable_tokens_and_no_pause(
     with pytest.raises(EngineError, match="was sampled by"):
         probe_engine(engine.url, [ProbePrompt(token_ids=(10, 11))], version, config)
     assert_goes_on(engine, lab, config, broadcaster)
-
-
-def test_chat_completions_answer_as_generate_does(engines, lab):
-    engine = engines[0]
-    renderer = ChatRenderer.load(engine.model_dir)
-    image = lab.png(4)
-    messages = (Message("system", ("w20 w21",)), Message("user", (Picture(image, (56, 56)), "w30")))
-    earlier = (*messages, Response(tuple(renderer.encode_response("w40"))), Message("user", ("w31",)))
-
-    async def both(conversation):
-        prompt, greedy = renderer.render(conversation), SamplingParams(temperature=0.0)
-        client, openai = (
-            kind(engine.url, renderer, api_key=engine.api_key) for kind in (HttpEngineClient, OpenAIClient)
-        )
-        try:
-            await client.connect(10)
-            await openai.connect(10)
-            ours = await client.generate(prompt, sampling=greedy, max_new_tokens=12, rid="chat", timeout_s=60)
-            theirs = await openai.complete(conversation, sampling=greedy, max_new_tokens=12, timeout_s=60)
-        finally:
-            await client.close()
-            await openai.close()
-        return ours, theirs
-
-    for conversation in (messages, earlier):
-        ours, theirs = asyncio.run(both(conversation))
-        assert theirs.text == renderer.decode(ours.token_ids) != ""
-        assert theirs.finish_reason == ours.finish_reason
