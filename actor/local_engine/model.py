@@ -36,6 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vagen.actor.local_engine.config import EngineConfig
 from vagen.common.errors import ConfigError
+from vagen.common.model_types import why_unsupported
 from vagen.common.towers import AnyImageSpec, image_spec, vision_tower
 from vagen.common.trajectory import VisionTokens
 from vagen.common.vision import Grid, mrope_axes
@@ -277,7 +278,10 @@ def _load(model_dir: Path, dtype: torch.dtype) -> Any:
         raise ConfigError(f"{model_dir}: expected a model folder with a config.json")
     model_type = read_model_json(model_dir / "config.json").get("model_type")
     if model_type not in _KINDS:
-        raise ConfigError(f"{model_dir}: the local engine runs {', '.join(_KINDS)}, got model type {model_type}")
+        raise ConfigError(
+            f"{model_dir}: the local engine runs {', '.join(_KINDS)}, got model type {model_type}"
+            f"{why_unsupported(str(model_type))}"
+        )
     disable_progress_bar()
     model, report = _KINDS[model_type].from_pretrained(model_dir, dtype=dtype, output_loading_info=True)
     missing = sorted(report["missing_keys"])

@@ -6,12 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3_5TextConfig
 
 from vagen.actor.local_engine.config import EngineConfig
 from vagen.actor.local_engine.model import EngineModel
 from vagen.actor.local_engine.weights import WeightReceiver
 from vagen.actor.messages import Message, Picture
 from vagen.actor.rendering import ChatRenderer
+from vagen.common.errors import ConfigError
 from vagen.common.towers import image_spec
 from vagen.common.weight_transfer import tensor_checksum
 from vagen.learner.batching import RowPreparer
@@ -32,6 +34,15 @@ def padded(rows):
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
     return ids, np.array([len(row) for row in rows])
+
+
+def test_a_model_that_the_learner_refuses_is_refused_with_the_same_reason(tmp_path):
+    settings = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 96, "intermediate_size": 64}
+    Qwen3_5TextConfig(**settings).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="got model type qwen3_5_text: most of its layers are gated delta nets"):
+        EngineModel(tmp_path, EngineConfig(max_running=1, max_context=64))
+    with pytest.raises(ConfigError, match="'qwen3_5_text' is not supported: most of its layers are gated delta nets"):
+        VisionLanguageActorCritic.load_hf(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

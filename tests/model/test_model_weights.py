@@ -128,6 +128,8 @@ def test_unsupported_models_are_refused(save_qwen2: Any, tmp_path: Path) -> None
     config = json.loads((directory / "config.json").read_text())
     for change, message in (
         ({"model_type": "no_such_model"}, "no_such_model.*supported: glm46v, glm4v, internvl, "),
+        ({"model_type": "qwen3_5"}, "'qwen3_5' is not supported: most of its layers are gated delta nets"),
+        ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported: of mixtures of experts only Qwen3-VL-MoE's"),
         ({"model_type": "gpt2"}, "gpt2.*supported: .*internvl, qwen2, qwen2_5_vl, qwen3, qwen3_vl, qwen3_vl_moe"),
         (
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},

@@ -6,6 +6,7 @@ Adding a family is one file with a `ModelFamily` and one line in `_FAMILIES`; th
 from __future__ import annotations
 
 from vagen.common.errors import ConfigError
+from vagen.common.model_types import why_unsupported
 from vagen.learner.model.families.base import Layout, ModelFamily, WeightRule
 from vagen.learner.model.families.glm4v import GLM4V, GLM46V
 from vagen.learner.model.families.internvl import INTERNVL
@@ -23,8 +24,12 @@ _FAMILIES = {
 
 
 def family_of(model_type: str) -> ModelFamily:
-    """The family of a `model_type`. Raises ConfigError that lists the supported ones."""
+    """The family of a `model_type`. Raises ConfigError that says why, where that is known, and lists the supported
+    ones."""
     family = _FAMILIES.get(model_type)
     if family is None:
-        raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(_FAMILIES))}")
+        raise ConfigError(
+            f"model_type {model_type!r} is not supported{why_unsupported(model_type)}; "
+            f"supported: {', '.join(sorted(_FAMILIES))}"
+        )
     return family
