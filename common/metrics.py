@@ -56,6 +56,11 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_learner_tokens_total": ("Tokens trained on, by role: policy or context", ("role",)),
     "vagen_learner_seconds_total": ("Seconds of the learner by stage", ("stage",)),
     "vagen_learner_publishes_total": ("Publishes by outcome", ("outcome",)),
+    "vagen_learner_publish_overlap_seconds_total": (
+        "Seconds of publishes by part: waited for by the loop, or hidden beside its work",
+        ("part",),
+    ),
+    "vagen_learner_snapshots_replaced_total": ("Copies of weights never published, since a newer one came", ()),
     "vagen_learner_alarms_total": ("Collapse alarms raised", ("alarm",)),
     "vagen_learner_archived_total": ("Trained trajectories by what the archive did: written, lost", ("fate",)),
     "vagen_learner_archive_seconds_total": ("Seconds of the archive's thread", ()),

@@ -144,6 +144,9 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """In learner steps, measured at consumption from a trajectory's oldest token; never exceeded."""
     selection: SelectionConfig = SelectionConfig()
     publish_every: PositiveInt = 1
+    overlap_publish: bool = True
+    """Train while a thread publishes a copy of the weights, and probe where it costs no wait; else wait for each
+    publish."""
     checkpoint_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 2
     asynchronous_checkpoints: bool = True

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from vagen.common.metrics import Metrics
 from vagen.learner.alarms import AlarmConfig, CollapseAlarms
 from vagen.learner.checkpointer import DurableCheckpoint
 from vagen.learner.feeder import Feed
+from vagen.learner.publish_thread import PublishTally
 from vagen.learner.publisher import Published
 from vagen.learner.summary import BatchSummary
 from vagen.learner.update import UpdateStats
@@ -65,15 +66,15 @@ class StepJournal:
         feed: Feed,
         summary: BatchSummary,
         stats: UpdateStats,
-        published: Published | None,
-        probe_mismatch: float | None,
+        published: Sequence[Published],
+        tally: PublishTally,
         seconds: dict[str, float],
         settings: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Record a step and return its line.
 
-        `summary` is that of the global batch, `seconds` are those of the loop's stages, `settings` the live settings
-        that have changed since the last line.
+        `summary` is that of the global batch, `published` and `tally` are those since the last line, `seconds` those of
+        the loop's stages, `settings` the live settings that have changed since the last line.
         """
         durable, self._checkpoint = self._checkpoint, None
         line = {
@@ -83,9 +84,9 @@ class StepJournal:
             **summary.fields(),
             "selection": _selection_fields(feed.manifest),
             **_update_fields(stats),
-            "version": published.version if published else None,
-            "publish": _publish_fields(published),
-            "probe_mismatch": probe_mismatch,
+            "version": published[-1].version if published else None,
+            "publishes": [_publish_fields(each) for each in published],
+            "probe_mismatch": max((p.mismatch for p in published if p.mismatch is not None), default=None),
             "seconds": seconds,
             **({} if durable is None else {"checkpoint": asdict(durable)}),
             **({"settings": dict(settings)} if settings else {}),
@@ -95,7 +96,7 @@ class StepJournal:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._export(line, summary, published)
+        self._export(line, summary, published, tally)
         return line
 
     def _replay(self, file: Path) -> None:
@@ -117,7 +118,9 @@ class StepJournal:
             )
         line["alarms"] = self._alarms.active
 
-    def _export(self, line: dict[str, Any], summary: BatchSummary, published: Published | None) -> None:
+    def _export(
+        self, line: dict[str, Any], summary: BatchSummary, published: Sequence[Published], tally: PublishTally
+    ) -> None:
         m = self._metrics
         m.count("vagen_learner_steps_total")
         m.count("vagen_learner_trajectories_total", line["num_trajectories"])
@@ -144,11 +147,15 @@ class StepJournal:
             m.observe("vagen_learner_staleness", staleness)
         if line["probe_mismatch"] is not None:
             m.gauge("vagen_learner_logprob_mismatch", line["probe_mismatch"])
-        if published is not None:
-            m.gauge("vagen_learner_policy_version", published.version)
-            m.observe("vagen_learner_publish_seconds", published.report.seconds)
-            m.count("vagen_learner_publishes_total", len(published.report.ok), outcome="ok")
-            m.count("vagen_learner_publishes_total", len(published.report.failed), outcome="failed")
+        for each in published:
+            m.gauge("vagen_learner_policy_version", each.version)
+            m.observe("vagen_learner_publish_seconds", each.report.seconds)
+            m.count("vagen_learner_publishes_total", len(each.report.ok), outcome="ok")
+            m.count("vagen_learner_publishes_total", len(each.report.failed), outcome="failed")
+        spent_s = sum(each.report.seconds for each in published)
+        m.count("vagen_learner_publish_overlap_seconds_total", min(spent_s, tally.waited_s), part="waited")
+        m.count("vagen_learner_publish_overlap_seconds_total", max(0.0, spent_s - tally.waited_s), part="hidden")
+        m.count("vagen_learner_snapshots_replaced_total", tally.num_replaced)
 
 
 def _drop_torn_line(file: Path) -> None:
@@ -201,14 +208,14 @@ def _update_fields(stats: UpdateStats) -> dict[str, Any]:
     }
 
 
-def _publish_fields(published: Published | None) -> dict[str, Any] | None:
-    if published is None:
-        return None
+def _publish_fields(published: Published) -> dict[str, Any]:
     report = published.report
     return {
         "version": published.version,
+        "step": published.step,
         "seconds": report.seconds,
         "stall_s": report.stall_s,
         "ok": list(report.ok),
         "failed": dict(report.failed),
+        "probe_mismatch": published.mismatch,
     }

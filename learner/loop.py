@@ -5,9 +5,9 @@
               that joined get the last version, so that a fleet that starts late or again can make the data waited for.
     request   the feeder claims step s + 1 while step s trains (prefetch 1).
     update    score, advantages, PPO epochs. Waits for nobody.
-    publish   every `publish_every` steps: the weights become the version of step s + 1; each member costs at most the
-    broadcast
-              time-out. Then the probe compares engine and learner at exactly that version.
+    publish   every `publish_every` steps: a copy of the weights becomes the version of step s + 1. A thread sends it
+              while the loop goes on, unless `overlap_publish` is off. Where it is there before the next update, the
+              probe compares engine and learner at exactly that version; one is waited for where four in a row were not.
     record    one line and the metrics of the step, before the checkpoint that makes it durable.
     save      every `checkpoint_every` steps, or when claimed batches fill half of the buffer or the rest is full while
     waiting:
@@ -24,13 +24,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vagen.common.errors import ConfigError
+from vagen.learner.broadcast import ProbeAnswer
 from vagen.learner.checkpointer import Checkpointer, DurableCheckpoint
 from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.config import LearnerConfig
@@ -39,7 +41,8 @@ from vagen.learner.journal import StepJournal
 from vagen.learner.model.collectives import broadcast_object, count_votes
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.probe import Probe
-from vagen.learner.publisher import Published, Publisher
+from vagen.learner.publish_thread import PublishTally, PublishThread
+from vagen.learner.publisher import Published
 from vagen.learner.sources import BatchSource
 from vagen.learner.summary import BatchSummary
 from vagen.learner.update import PolicyUpdate, UpdateStats
@@ -50,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 _TEND_EVERY_S = 0.25
 _REMIND_EVERY_S = 15.0
+_PROBE_EVERY = 4
+"""Publishes: so many in a row that end too late to be probed, and the next is waited for."""
 _STUCK_S = 10.0
 """A reading of the buffer may be older than what the ingest does at that moment."""
 
@@ -71,11 +76,11 @@ class Learner:
     """At most `config.total_steps`; a saved buffer may end before."""
     is_first_rank: bool
     probe: Probe | None
-    publisher: Publisher | None = None
+    publisher: PublishThread | None = None
     """None for a replay, which has no engines."""
-    rescore: Callable[[Probe, str | None, int], float | None] | None = None
-    """Mean |engine - learner| log-probability of a probe that the engine at a URL samples with a version; None where it
-    fails. Collective: the first rank alone knows a URL."""
+    rescore: Callable[[Probe, list[ProbeAnswer]], float] | None = None
+    """Mean |engine - learner| log-probability of what an engine sampled for a probe from the weights of this moment.
+    Collective over all ranks."""
     changed_settings: Callable[[], Mapping[str, Any]] = dict
     """Live settings of the buffer that have changed since the last call."""
     on_checkpoint: Callable[[Path, int], None] = lambda path, step: None
@@ -83,6 +88,10 @@ class Learner:
     on_step: Callable[[dict[str, Any]], None] = lambda line: None
     """Is given each line of the journal."""
     _trained: list[int] = field(default_factory=list)
+    _published: list[Published] = field(default_factory=list)
+    """Since the last recorded step."""
+    _unprobed: int = 0
+    """Publishes in a row."""
     _skipped_in_a_row: int = 0
     _stuck_since: float | None = None
 
@@ -113,20 +122,19 @@ class Learner:
                 self.feeder.request(step + 1)
             if self.publisher is not None and self.probe is None and config.probe_prompts:
                 self.probe = broadcast_object(Probe.of(feed.batch.trajectories, config.probe_prompts))
+            with clock.stage("probe"):
+                self._look_at_publishes(step)
             with clock.stage("update"):
                 stats = self.update.run(feed.batch, step, self._version(feed))
                 self._give_up_on_skips(stats)
             self.source.mark_trained(step)
             self._trained.append(step)
-            published, mismatch = None, None
-            is_due = (step + 1) % config.publish_every == 0 or step + 1 == self.last_step
-            with clock.stage("publish"):
-                if is_due:
-                    published = self._publish(step + 1)
+            if (step + 1) % config.publish_every == 0 or step + 1 == self.last_step:
+                with clock.stage("publish"):
+                    self._publish(step + 1)
             with clock.stage("probe"):
-                if is_due:
-                    mismatch = self._check_engine(published)
-            self._record(step, feed, stats, published, mismatch, clock)
+                self._look_at_publishes(step + 1)
+            self._record(step, feed, stats, clock)
             step += 1
             self._saves.poll()
             if self._is_checkpoint_due(step):
@@ -160,12 +168,12 @@ class Learner:
             self._give_up_on_a_batch_that_cannot_come()
             self.source.tend()
             if self.publisher is not None:
-                self.publisher.tend_members()
+                self.publisher.check()
                 if time.monotonic() - reminded > _REMIND_EVERY_S:
                     reminded = time.monotonic()
                     self._remind(step, reminded - started, self.publisher)
 
-    def _remind(self, step: int, seconds: float, publisher: Publisher) -> None:
+    def _remind(self, step: int, seconds: float, publisher: PublishThread) -> None:
         members = len(publisher.members)
         hint = "" if members else "; no engine is announced: start `vagen-actor run`"
         logger.info(
@@ -193,19 +201,38 @@ class Learner:
             return feed.version
         return -1 if self.publisher is None else self.publisher.version
 
-    def _publish(self, step: int) -> Published | None:
-        """Collective over all ranks; the first sends."""
+    def _publish(self, step: int) -> None:
+        """Have the weights published as those of `step`. Collective over all ranks; the first sends."""
         if self.publisher is None:
-            return None
-        tensors = self.trainer.model.engine_named_tensors()
-        return self.publisher.publish(tensors, step) if self.is_first_rank else None
+            return
+        weights = self.trainer.model.engine_weights()
+        if self.is_first_rank:
+            self.publisher.submit(weights, step, self.probe)
+            if not self.config.overlap_publish or step == self.last_step:
+                self.publisher.drain()
+        else:
+            deque(weights, maxlen=0)
 
-    def _check_engine(self, published: Published | None) -> float | None:
-        """The probe against the first member. Collective over all ranks; only the first has published."""
-        if self.publisher is None or self.probe is None or self.rescore is None:
-            return None
-        urls = published.report.ok if published is not None else ()
-        return self.rescore(self.probe, urls[0] if urls else None, self.publisher.version)
+    def _look_at_publishes(self, step: int) -> None:
+        """Collect what has been published; the model has the weights of `step`, which a probe of that step needs.
+
+        Collective over all ranks; the first knows.
+        """
+        if self.publisher is None:
+            return
+        finished: list[Published] = []
+        if self.is_first_rank:
+            if self.probe is not None and self._unprobed >= _PROBE_EVERY:
+                self.publisher.drain()
+                self._unprobed = 0
+            finished = self.publisher.finished()
+        for published in broadcast_object(finished):
+            mismatch = None
+            if self.probe is not None and self.rescore is not None and published.answers and published.step == step:
+                mismatch = self.rescore(self.probe, published.answers)
+            self._unprobed = 0 if mismatch is not None else self._unprobed + 1
+            if self.is_first_rank:
+                self._published.append(replace(published, answers=None, mismatch=mismatch))
 
     def _is_checkpoint_due(self, step: int) -> bool:
         is_regular = step % self.config.checkpoint_every == 0 or step == self.last_step
@@ -221,7 +248,13 @@ class Learner:
         return self.is_first_rank and self.source.needs_checkpoint(is_waiting=is_waiting)
 
     def _save(self, step: int) -> None:
-        """Begin a checkpoint before `step`."""
+        """Begin a checkpoint before `step`.
+
+        What was submitted is published first, within the bound of a drain: a learner that goes on from the checkpoint
+        follows a version that engines have.
+        """
+        if self.publisher is not None and self.is_first_rank:
+            self.publisher.drain()
         record = {
             "step": step,
             "num_updates": self.update.num_updates,
@@ -254,8 +287,6 @@ class Learner:
         step: int,
         feed: Feed,
         stats: UpdateStats,
-        published: Published | None,
-        mismatch: float | None,
         clock: _Clock,
     ) -> None:
         summary = BatchSummary.of_all_ranks(feed.batch)
@@ -268,7 +299,9 @@ class Learner:
             "checkpoint": self._saves.take_blocked_s(),
             "total": clock.total,
         }
-        line = self.journal.write(step, feed, summary, stats, published, mismatch, seconds, self.changed_settings())
+        published, self._published = self._published, []
+        tally = PublishTally() if self.publisher is None else self.publisher.take_tally()
+        line = self.journal.write(step, feed, summary, stats, published, tally, seconds, self.changed_settings())
         logger.info(
             "step %d version %d: success %.3f, reward %.3f, staleness %s, ess %.2f, %.2f s",
             step,
@@ -299,4 +332,4 @@ class _Clock:
         try:
             yield
         finally:
-            self.seconds[name] = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

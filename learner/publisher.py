@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vagen.buffer.learner_store import EngineLease
 from vagen.buffer.sharded_store import Store
-from vagen.learner.broadcast import Broadcaster, PublishReport
+from vagen.learner.broadcast import Broadcaster, ProbeAnswer, PublishReport
 
 __all__ = ["Publisher", "Published"]
 
@@ -29,12 +29,17 @@ class Published:
     version: int
     step: int
     report: PublishReport
+    answers: list[ProbeAnswer] | None = None
+    """What an engine sampled for the probe at exactly this version; None where it was not asked, or failed."""
+    mismatch: float | None = None
+    """Mean |engine - learner| log-probability of `answers`, where the learner had these weights to compare."""
 
 
 @dataclass(frozen=True)
 class _Snapshot:
     version: int
-    tensors: list[tuple[str, Tensor]]
+    step: int
+    tensors: Sequence[tuple[str, Tensor]]
 
 
 @dataclass
@@ -56,16 +61,22 @@ class Publisher:
     @property
     def members(self) -> Sequence[str]:
         """URLs of the engines that serve the last version."""
-        return sorted(self._members)
+        return sorted(list(self._members))
 
-    def publish(self, tensors: list[tuple[str, Tensor]], step: int) -> Published:
+    def version_of(self, step: int) -> int:
+        """The version published last, if it is that of a learner step; -1 if it is not."""
+        snapshot = self._snapshot
+        return snapshot.version if snapshot is not None and snapshot.step == step else -1
+
+    def publish(self, tensors: Sequence[tuple[str, Tensor]], step: int) -> Published:
         """Give weights a new version, that of learner step `step`, and send it to every announced engine.
 
-        An engine that is dead or hangs costs at most the broadcast time-out, and is out of traffic.
+        The tensors must stay as they are until the next publish: engines that join get them. An engine that is dead or
+        hangs costs at most the broadcast time-out, and is out of traffic.
         """
         version = self.store.next_version()
         self.store.record_version(version, self.incarnation, step, checksum="")
-        self._snapshot = _Snapshot(version, tensors)
+        self._snapshot = _Snapshot(version, step, tensors)
         report = self._send(self._present())
         self.store.record_version(version, self.incarnation, step, report.checksum)
         return Published(version=version, step=step, report=report)

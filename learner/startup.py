@@ -23,12 +23,12 @@ from vagen.buffer.config import BufferConfig
 from vagen.buffer.settings import overrides
 from vagen.buffer.sharded_store import Store, connect_store, make_selector
 from vagen.common.config import RunConfig, section
-from vagen.common.errors import ConfigError, InfrastructureError
+from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
 from vagen.common.redaction import redact_settings
 from vagen.learner.archiver import StepArchiver
 from vagen.learner.batching import RowPreparer
-from vagen.learner.broadcast import Broadcaster, probe_engine
+from vagen.learner.broadcast import Broadcaster, ProbeAnswer, probe_engine
 from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.config import LearnerConfig
 from vagen.learner.export import export_model
@@ -38,11 +38,12 @@ from vagen.learner.journal import StepJournal
 from vagen.learner.loop import Learner
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.checkpoint_io import load_checkpoint
-from vagen.learner.model.collectives import broadcast_object, sum_over_data_parallel
+from vagen.learner.model.collectives import sum_over_data_parallel
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import ParallelTopology, parallel_session
 from vagen.learner.models import load_trained
 from vagen.learner.probe import Probe
+from vagen.learner.publish_thread import PublishThread
 from vagen.learner.publisher import Publisher
 from vagen.learner.sources import BatchSource, BufferSource
 from vagen.learner.update import PolicyUpdate
@@ -50,6 +51,9 @@ from vagen.learner.update import PolicyUpdate
 __all__ = ["LearnerParts", "learner_parts", "run_learner"]
 
 logger = logging.getLogger(__name__)
+
+_DRAIN_TIMEOUTS = 5
+"""Of the broadcast: what is being sent, what waits and the probe of each cost one at most, one is margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +126,7 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
         _check_buffer(store, config)
         parts = stack.enter_context(learner_parts(recipe, model_dir, run_dir))
         archiver = _open_archive(parts, run_dir, connect, stack)
-        learner = stack.enter_context(_live_learner(parts, store, connect(), archiver, group_size))
+        learner = stack.enter_context(_live_learner(parts, store, connect, archiver, group_size))
         reached = learner.run()
         if learner.is_first_rank:
             logger.info("stopped at step %d of %d", reached, config.total_steps)
@@ -225,28 +229,29 @@ def _open_archive(
 
 @contextmanager
 def _live_learner(
-    parts: LearnerParts, store: Store, feeder_store: Store, archiver: StepArchiver | None, group_size: int
+    parts: LearnerParts, store: Store, connect: Callable[[], Store], archiver: StepArchiver | None, group_size: int
 ) -> Iterator[Learner]:
     config = parts.config
     incarnation = str(ULID())
     if parts.is_first:
         _announce(store, archiver, config, incarnation, parts.first_step, group_size)
+    feeder_store = connect()
     selector = make_selector(feeder_store, config.selection, parts.run.seed) if parts.is_first else None
     source = BufferSource(store, feeder_store, batch_size=config.batch_size, selector=selector, archiver=archiver)
 
-    def rescore(probe: Probe, url: str | None, version: int) -> float | None:
-        answers = None
-        if url is not None:
-            try:
-                answers = probe_engine(url, probe.requests(parts.preparer.vision), version, config.broadcast)
-            except InfrastructureError as error:
-                # The next publish's business.
-                logger.warning("version %d: the probe failed on %s: %s", version, url, error)
-        answers = broadcast_object(answers)
-        return None if answers is None else probe.mismatch(parts.trainer.model, parts.preparer, answers)
+    def sample(probe: Probe, url: str, version: int) -> list[ProbeAnswer]:
+        return probe_engine(url, probe.requests(parts.preparer.vision), version, config.broadcast)
 
+    def rescore(probe: Probe, answers: list[ProbeAnswer]) -> float:
+        return probe.mismatch(parts.trainer.model, parts.preparer, answers)
+
+    publishing = PublishThread(
+        Publisher(connect(), Broadcaster(config.broadcast), incarnation),
+        sample,
+        drain_timeout_s=_DRAIN_TIMEOUTS * config.broadcast.broadcast_timeout_s,
+    )
     with (
-        closing(Publisher(store, Broadcaster(config.broadcast), incarnation)) as publisher,
+        closing(publishing) as publisher,
         closing(parts.feeder(source)) as feeder,
     ):
         learner = parts.learner(

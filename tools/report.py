@@ -83,7 +83,7 @@ def render_report(run: RunDir) -> str:
         intervals=_intervals(summary, before, after),
         figures=_figures(run, summary, steps, telemetry),
         shares=share_bars(time_shares(None, telemetry[-1], _slots(run))) if telemetry else Markup(""),
-        publishes=[record for record in steps if record.publish is not None],
+        publishes=[(record, publish) for record in steps for publish in record.publishes],
         steps=steps,
         accounting=_accounting(summary["accounting"]),
         pairs=list(_pairs(before, after)),
@@ -188,7 +188,7 @@ def _figures(
         ),
         Figure(
             title="Engine against learner",
-            note="Mean |difference| of log-probabilities on probe prompts, after each publish.",
+            note="Mean |difference| of log-probabilities on probe prompts, of the publishes that were probed.",
             svg=line_chart([curve("probe mismatch", lambda r: r.probe_mismatch, marked=True)]),
         ),
         Figure(title="Tokens a second", note="", svg=_throughput_chart(telemetry)),

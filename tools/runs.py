@@ -37,6 +37,8 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True):
     """One publish of weights, as the learner logged it."""
 
     version: int
+    step: int = 0
+    """Learner step whose weights these are."""
     seconds: float = 0.0
     stall_s: float = 0.0
     """How long generation stood still."""
@@ -44,6 +46,8 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True):
     """Engines whose weights were checked."""
     failed: dict[str, str] = {}
     """Engine -> why it was dropped."""
+    probe_mismatch: float | None = None
+    """Mean |engine - learner| log-probability of the probe; none where it was not probed."""
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +68,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time in seconds."""
     wall_s: float = 0.0
     version: int | None = None
-    """Published after this step."""
+    """Newest whose publish has ended since the line before."""
     num_trajectories: int = 0
     success: float | None = None
     reward_mean: float | None = None
@@ -84,9 +88,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_current_version: float | None = None
     explained_variance: float | None = None
     probe_mismatch: float | None = None
-    """Mean |engine - learner| log-probability of the probe after this step's publish."""
+    """Largest of `publishes`."""
     seconds: dict[str, float] = {}
-    publish: Publish | None = None
+    publishes: tuple[Publish, ...] = ()
+    """Those that have ended since the line before."""
     skipped_updates: int = 0
 
 

@@ -96,7 +96,7 @@ def published_versions(steps: Sequence[StepRecord], telemetry: Sequence[Telemetr
 
     With `telemetry`: only those published while episodes ran, that is with tokens sampled before and after.
     """
-    published = [record for record in steps if record.publish is not None and record.publish.ok]
+    published = [record for record in steps if any(publish.ok for publish in record.publishes)]
     if telemetry is not None:
         sampling = [
             (before.time, after.time)
@@ -106,7 +106,7 @@ def published_versions(steps: Sequence[StepRecord], telemetry: Sequence[Telemetr
         if not sampling:
             return []
         published = [record for record in published if sampling[0][0] <= record.time <= sampling[-1][1]]
-    return sorted({record.publish.version for record in published if record.publish is not None})
+    return sorted({publish.version for record in published for publish in record.publishes if publish.ok})
 
 
 def staleness(steps: Sequence[StepRecord]) -> dict[str, int]:

@@ -59,4 +59,4 @@ def test_a_learner_trains_on_batches_of_two_shards(make_pipeline: Any, valkey: A
         assert pipeline.stop("buffer") == pipeline.stop("buffer-1") == 0
     assert accounting.identity_holds and accounting.trained == 6 * 16 and accounting.refused == 0
     assert len(accounting.actors) == 2 and all(actor.journalled > 0 for actor in accounting.actors)
-    assert max(line["probe_mismatch"] for line in pipeline.lines()) < 1e-4
+    assert max(line["probe_mismatch"] for line in pipeline.lines() if line["probe_mismatch"] is not None) < 1e-4

@@ -23,7 +23,10 @@ def test_trains_across_updates(run_pipeline, harness, pause_mode):
         lines = pipeline.lines()
     assert accounting.identity_holds and accounting.trained == 6 * 16 and accounting.refused == 0
     assert sum(line["mixed_version_trajectories"] for line in lines) > 0
-    assert max(line["probe_mismatch"] for line in lines) < 1e-4
+    # The last is drained before the learner ends; one that is slow may have been overtaken.
+    steps = [publish["step"] for line in lines for publish in line["publishes"] if publish["ok"]]
+    assert steps == sorted(set(steps)) and steps[-1] == 6
+    assert max(line["probe_mismatch"] for line in lines if line["probe_mismatch"] is not None) < 1e-4
     fresh = [line["mismatch_current_version"] for line in lines if line["mismatch_current_version"] is not None]
     assert lines[0]["mismatch_current_version"] is not None
     # Under `in_place` a token is sampled from keys and values of older weights, which the learner does not reproduce.

@@ -71,8 +71,11 @@ def test_a_killed_learner_resumes_from_its_checkpoint_with_the_same_batches(pipe
 
 def test_versions_never_go_back_and_engine_and_learner_agree(pipeline):
     lines = pipeline.lines()
-    versions = [line["version"] for line in lines]
-    assert versions == sorted(versions) and len(set(versions)) == len(versions)
+    publishes = [publish for line in lines for publish in line["publishes"]]
+    versions = [publish["version"] for publish in publishes]
+    assert versions == sorted(versions) and len(set(versions)) == len(versions) > len(lines) / 2
+    assert all(publish["step"] <= line["step"] + 1 for line in lines for publish in line["publishes"])
     mismatches = [line["probe_mismatch"] for line in lines if line["probe_mismatch"] is not None]
-    assert len(mismatches) > len(lines) / 2
+    # One in five publishes is waited for until it is probed, unless the engine is lost.
+    assert len(mismatches) > len(lines) / 10
     assert max(mismatches) < 1e-4

@@ -17,6 +17,7 @@ from vagen.common.errors import ConfigError
 from vagen.common.metrics import Metrics
 from vagen.learner.alarms import AlarmConfig, CollapseAlarms
 from vagen.learner.journal import StepJournal
+from vagen.learner.publish_thread import PublishTally
 
 HEALTHY = {
     "num_trajectories": 96,
@@ -173,7 +174,8 @@ def write(file, steps, metrics, settings=None) -> list[dict]:
     lines = []
     for step, reward_std in enumerate(steps):
         summary = SimpleNamespace(staleness=[0], fields=functools.partial(_batch_fields, reward_std))
-        lines.append(journal.write(step, feed, summary, STATS, None, None, {"total": 1.0}, (settings or {}).get(step)))
+        changed = (settings or {}).get(step)
+        lines.append(journal.write(step, feed, summary, STATS, [], PublishTally(), {"total": 1.0}, changed))
     journal.close()
     return lines
 

@@ -48,7 +48,9 @@ def step_line(step: int, rng: random.Random) -> dict:
         "explained_variance": 0.4,
         "probe_mismatch": abs(rng.gauss(1e-6, 2e-7)),
         "seconds": {"wait_data": 1.0, "update": 2.5, "total": 4.0},
-        "publish": {"version": step + 2, "seconds": 0.2, "stall_s": 0.05, "ok": ["http://127.0.0.1:1"], "failed": {}},
+        "publishes": [
+            {"version": step + 2, "seconds": 0.2, "stall_s": 0.05, "ok": ["http://127.0.0.1:1"], "failed": {}}
+        ],
         "skipped_updates": 0,
     }
 

@@ -33,7 +33,7 @@ SNAPSHOT = Snapshot(
             version=step + 1,
             success=0.25 + 0.03 * step,
             staleness={"1": 60, "4": 36},
-            publish=Publish(version=step + 1, ok=("http://e",)),
+            publishes=(Publish(version=step + 1, ok=("http://e",)),),
         )
         for step in range(20)
     ],
