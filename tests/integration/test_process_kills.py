@@ -55,7 +55,8 @@ def test_a_killed_learner_resumes_from_its_checkpoint_with_the_same_batches(pipe
     reached = pipeline.lines()[-1]["step"]
     pipeline.start("learner")
     resumed_at = json.loads(pipeline.run.ready("learner").read_text())["first_step"]
-    assert reached - 2 <= resumed_at - 1 <= reached
+    # A checkpoint is due every two steps, and the newest may still have been in the making.
+    assert reached - 4 <= resumed_at - 1 <= reached
     pipeline.wait_for_steps(8)
     lines = pipeline.lines()
     assert sorted({line["step"] for line in lines}) == list(range(lines[-1]["step"] + 1))
