@@ -10,6 +10,8 @@ class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectory_id: str
     num_bytes: int
+    num_tokens: int = 0
+    """All tokens of its rows; 0 where it was stored before that was kept."""
     oldest_step: int
     """Learner step of the version of its oldest policy token."""
     staleness: int
@@ -58,6 +60,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Payload bytes of the batch."""
         return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def sizes(self) -> list[int]:
+        """What the work on each entry grows with: its tokens, or its bytes where those of some are not known."""
+        tokens = [entry.num_tokens for entry in self.entries]
+        return tokens if all(tokens) else [entry.num_bytes for entry in self.entries]
 
     @property
     def num_replayed(self) -> int:

@@ -81,7 +81,7 @@ class BatchFeeder:
                 raise VagenError("the feeder was closed")
             manifest = self._source.take(step, timeout_s=_CLAIM_WAIT_S)
         claimed = time.perf_counter()
-        mine = partition([entry.num_bytes for entry in manifest.entries], self._dp_size)[self._dp_rank]
+        mine = partition(manifest.sizes, self._dp_size)[self._dp_rank]
         entries = [manifest.entries[index] for index in mine]
         trajectories = self._source.read(entries)
         fetched = time.perf_counter()

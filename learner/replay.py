@@ -193,8 +193,9 @@ class ArchiveSource:
         trajectory = item.trajectory
         return ManifestEntry(
             trajectory_id=trajectory.trajectory_id,
-            # That of the live run, whose split over data-parallel ranks depends on it.
             num_bytes=len(encode_trajectory(trajectory)[1]),
+            # The split over data-parallel ranks depends on it, as the live run's does.
+            num_tokens=trajectory.num_tokens,
             oldest_step=item.oldest_step,
             staleness=self._staleness(item, step),
             group_id=trajectory.group_id,

@@ -19,7 +19,7 @@ end
 -- Step, bytes, group and success of a trajectory that has a payload.
 local function describe(id)
   local step, bytes, success, length, names = string.match(
-    redis.call('HGET', K.live, id), '^(-?%d+):(%d+):[^:]*:(%d):%d+:%d+:(%d+):(.*)$')
+    redis.call('HGET', K.live, id), '^(-?%d+):(%d+):[^:]*:(%d):%d+:[%d/]+:(%d+):(.*)$')
   return tonumber(step), tonumber(bytes), string.sub(names, tonumber(length) + 1), success == '1'
 end
 

@@ -349,6 +349,7 @@ def _entry(candidate: Candidate, weight: float, *, is_replayed: bool) -> Manifes
     return ManifestEntry(
         trajectory_id=candidate.trajectory_id,
         num_bytes=candidate.num_bytes,
+        num_tokens=candidate.num_tokens,
         oldest_step=candidate.oldest_step,
         staleness=candidate.staleness,
         group_id=candidate.group_id,

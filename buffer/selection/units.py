@@ -23,6 +23,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """In learner steps, at the step that would train it."""
     oldest_step: int
     num_bytes: int
+    num_tokens: int = 0
+    """All tokens of its rows; 0 where it was stored before that was kept."""
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,13 +69,14 @@ def attributes(trajectory: Trajectory) -> str:
     task = trajectory.task
     return (
         f"{trajectory.total_reward!r}:{int(trajectory.success)}:{len(trajectory.turns)}:"
-        f"{trajectory.num_policy_tokens}:{len(task.encode())}:{task}"
+        f"{trajectory.num_policy_tokens}/{trajectory.num_tokens}:{len(task.encode())}:{task}"
     )
 
 
 def read_candidate(trajectory_id: bytes, described: bytes, step: int) -> Candidate:
     """A candidate for `step` from its id and what the buffer keeps of it."""
     born, num_bytes, reward, success, turns, tokens, length, names = described.split(b":", 7)
+    num_policy_tokens, _, num_tokens = tokens.partition(b"/")
     return Candidate(
         trajectory_id=trajectory_id.decode(),
         group_id=names[int(length) :].decode(),
@@ -81,8 +84,9 @@ def read_candidate(trajectory_id: bytes, described: bytes, step: int) -> Candida
         total_reward=float(reward),
         success=success == b"1",
         num_turns=int(turns),
-        num_policy_tokens=int(tokens),
+        num_policy_tokens=int(num_policy_tokens),
         staleness=max(0, step - int(born)),
         oldest_step=int(born),
         num_bytes=int(num_bytes),
+        num_tokens=int(num_tokens or 0),
     )

@@ -9,11 +9,13 @@ import pytest
 
 from vagen.buffer.connection import make_client
 from vagen.buffer.keys import Key, Keys
+from vagen.buffer.manifest import Manifest
 from vagen.buffer.selection.config import PriorityConfig
 from vagen.buffer.selection.priority import Prioritizer, get_priority
-from vagen.buffer.selection.selector import fit
-from vagen.buffer.selection.units import Unit
+from vagen.buffer.selection.selector import _entry, fit
+from vagen.buffer.selection.units import Unit, read_candidate
 from vagen.common.errors import ConfigError, TrajectoryError
+from vagen.common.wire import decode_trajectory
 
 SERVER_BOUND_S = 0.020
 
@@ -103,6 +105,28 @@ def test_other_orders_weigh_nothing(bench, order):
         bench.store_scored(True, reward=reward)
     manifest = bench.selector(order=order).claim(0, 3, 0)
     assert manifest.has_equal_weights and manifest.weight_ess == 1.0
+
+
+@pytest.mark.parametrize("order", ["freshest", "uniform"])
+def test_a_manifest_says_how_many_tokens_each_trajectory_has(bench, order):
+    bench = bench()
+    bench.learn()
+    stored = [bench.store_one() for _ in range(3)]
+    manifest = bench.selector(order=order).claim(0, 3, 0)
+    payloads = bench.learner.read(manifest.entries)
+    tokens = [decode_trajectory(payload).num_tokens for payload in payloads]
+    assert sorted(manifest.ids) == sorted(stored) and manifest.sizes == tokens == [10] * 3
+
+
+def test_what_was_stored_before_tokens_were_kept_is_sized_by_its_bytes():
+    old, new = (
+        read_candidate(b"01", b"3:2000:0.5:1:2:" + tokens + b":4:taskgroup", 5) for tokens in (b"40", b"40/512")
+    )
+    assert (old.num_policy_tokens, old.num_tokens) == (40, 0)
+    assert (new.num_policy_tokens, new.num_tokens, new.num_bytes, new.group_id) == (40, 512, 2000, "group")
+    entries = [_entry(candidate, 1.0, is_replayed=False) for candidate in (new, old)]
+    assert Manifest(step=0, entries=tuple(entries), sealed_at=0.0).sizes == [2000, 2000]
+    assert Manifest(step=0, entries=(entries[0],), sealed_at=0.0).sizes == [512]
 
 
 def test_what_was_stored_before_there_were_priorities_is_drawn_last(bench, valkey, make_trajectory):

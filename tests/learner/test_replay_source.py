@@ -72,10 +72,12 @@ def test_an_archived_step_is_taken_in_its_order_with_its_versions_and_staleness(
 def test_ranks_share_an_archived_step_as_they_shared_the_live_one(make_archive, model_dir):
     path = make_archive()
     preparer = RowPreparer(ImageSpec.load(model_dir), vision_tokens(model_dir), 10_000)
-    # What the buffer counts, and the live split depends on, is the payload's size.
+    # What the live split depends on is the number of tokens, as the buffer counts them.
     records = open_archive(path).read_step(2)
-    sizes = [len(encode_trajectory(record.trajectory)[1]) for record in records]
-    assert len(set(sizes)) > 1
+    sizes = [record.trajectory.num_tokens for record in records]
+    payloads = [len(encode_trajectory(record.trajectory)[1]) for record in records]
+    assert partition(sizes, 2) != partition(payloads, 2)
+    assert make_source(path).take(2, 0).sizes == sizes
     for rank, mine in enumerate(partition(sizes, 2)):
         with closing(BatchFeeder(make_source(path), preparer, dp_rank=rank, dp_size=2)) as feeder:
             feeder.request(2)
