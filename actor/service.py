@@ -26,7 +26,7 @@ from vagen.actor.rendering import ChatRenderer
 from vagen.actor.sender import Presence, Sender
 from vagen.actor.spool import Spool
 from vagen.common.config import RunConfig, section, to_plain
-from vagen.common.memory import keep_freed_memory
+from vagen.common.memory import collect_rarely, keep_freed_memory
 from vagen.common.metrics import Metrics
 from vagen.envs.registry import parse_environment_config
 
@@ -84,6 +84,7 @@ async def serve(options: ActorOptions, sections: ActorSections) -> None:
     something is missing at start.
     """
     keep_freed_memory()
+    collect_rarely()
     config = sections.actor
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

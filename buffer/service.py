@@ -33,7 +33,7 @@ from vagen.common.config import RunConfig, require
 from vagen.common.curve import load_key_pair
 from vagen.common.errors import ConfigError
 from vagen.common.logging import setup_logging
-from vagen.common.memory import keep_freed_memory
+from vagen.common.memory import collect_rarely, keep_freed_memory
 from vagen.common.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ def serve(run: RunConfig, config: BufferConfig, run_dir: Path, shard: int = 0) -
     folder = buffer_dir(run_dir, shard)
     keys = Keys(run.name, Shard(shard, config.shards))
     keep_freed_memory()
+    collect_rarely()
     setup_logging(run.log_level, folder / "buffer.log")
     stop_signal: list[int] = []
 

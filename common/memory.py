@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt."""
 _KEPT_BYTES = 128 << 20
 _PAD_BYTES = 8 << 20
+_GC_THRESHOLD = 20_000
 _LARGEST_BYTES = 32 << 20
 """The most that glibc takes as threshold for a mapping of its own."""
 
@@ -43,3 +45,14 @@ def release_freed_memory() -> None:
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
+
+
+def collect_rarely() -> None:
+    """Look for reference cycles less often, and never in what was imported.
+
+    Each trajectory is a few hundred objects that end without the collector, which by default goes through all objects
+    of the process every few dozen of them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)

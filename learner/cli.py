@@ -120,9 +120,10 @@ def _train(
 ) -> None:
     from vagen.buffer.sharded_store import connect_store
     from vagen.common.config import RunConfig, section
-    from vagen.common.memory import keep_freed_memory
+    from vagen.common.memory import collect_rarely, keep_freed_memory
 
     keep_freed_memory()
+    collect_rarely()
     # Nobody should wait for torch's import to hear that the buffer is not there.
     connect_store(redis, section(recipe, "run", RunConfig).name, num_shards=num_shards).close()
     start_logging()

@@ -55,3 +55,28 @@ def test_freed_memory_between_blocks_in_use_goes_back_on_demand():
     command = [sys.executable, "-c", FRAGMENTED]
     released = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
     assert released > 200 << 20, "of 400 MB"
+
+
+COLLECTIONS = """
+import gc
+from vagen.common.memory import collect_rarely
+imported = [[number] for number in range(100_000)]
+if {rarely}:
+    collect_rarely()
+started = gc.get_stats()[0]["collections"]
+for _ in range(300):
+    trajectory = [[] for _ in range(300)]
+print(gc.get_stats()[0]["collections"] - started, len(gc.get_objects()))
+"""
+
+
+def test_the_collector_leaves_alone_what_was_imported_and_trajectories_that_end_without_it():
+    def run(rarely: bool) -> list[int]:
+        command = [sys.executable, "-c", COLLECTIONS.format(rarely=rarely)]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return [int(word) for word in output.split()]
+
+    collections, objects = run(rarely=True)
+    assert collections == 0 and objects < 10_000
+    collections, objects = run(rarely=False)
+    assert objects > 100_000

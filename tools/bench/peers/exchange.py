@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from ulid import ULID
 
-from vagen.common.memory import keep_freed_memory
+from vagen.common.memory import collect_rarely, keep_freed_memory
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import decode_trajectory, encode_trajectory
 
@@ -49,6 +49,7 @@ Role = Callable[[Task], object]
 def run_worker(roles: Mapping[str, Role]) -> None:
     """Run the role that the command line names; every side profits alike from kept memory."""
     keep_freed_memory()
+    collect_rarely()
     name, task = sys.argv[1:]
     roles[name](msgspec.json.decode(task, type=Task))
 
