@@ -196,8 +196,13 @@ class Trajectory(Record, frozen=True, kw_only=True):
     @property
     def versions(self) -> list[int]:
         """Versions that sampled at least one token, ascending."""
-        found = np.unique(np.concatenate([row.policy_versions[row.policy_mask != 0] for row in self.rows]))
-        return [int(version) for version in found]
+        found: set[int] = set()
+        for row in self.rows:
+            sampled = row.policy_versions.take(np.flatnonzero(row.policy_mask))
+            # Most often there is one, and to see that is cheaper than to sort.
+            is_one = len(sampled) > 0 and sampled.min() == sampled.max()
+            found.update((sampled[:1] if is_one else np.unique(sampled)).tolist())
+        return sorted(found)
 
     @property
     def behaviour_known(self) -> bool:
@@ -207,7 +212,7 @@ class Trajectory(Record, frozen=True, kw_only=True):
     @property
     def num_policy_tokens(self) -> int:
         """Tokens that the policy sampled, over all rows."""
-        return sum(int(row.policy_mask.sum()) for row in self.rows)
+        return sum(int(np.count_nonzero(row.policy_mask)) for row in self.rows)
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ Called by the actor before it journals and by the ingest on arrival; a failure n
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -82,11 +83,13 @@ def _check_identity(t: Trajectory) -> None:
         except ValueError:
             raise TrajectoryError(name, f"expected a ULID of 26 characters, got {value[:64]!r}") from None
     for name in ("run_id", "actor_id", "task", "group_id", "role", "env_name", "harness_name"):
-        value = getattr(t, name)
-        _require(0 < len(value) <= MAX_NAME_LENGTH, name, f"expected 1-{MAX_NAME_LENGTH} characters, got {len(value)}")
+        length = len(getattr(t, name))
+        if not 0 < length <= MAX_NAME_LENGTH:
+            raise TrajectoryError(name, f"expected 1-{MAX_NAME_LENGTH} characters, got {length}")
     for name, low in (("actor_seq", 1), ("fragment_index", 0), ("attempt", 0), ("task_index", 0), ("group_size", 1)):
         value = getattr(t, name)
-        _require(value >= low, name, f"expected int >= {low}, got {value}")
+        if value < low:
+            raise TrajectoryError(name, f"expected int >= {low}, got {value}")
     _require(0 < len(t.rows) <= MAX_ROWS, "rows", f"expected 1-{MAX_ROWS} rows, got {len(t.rows)}")
     _require(t.num_tokens <= MAX_TOKENS, "rows", f"expected at most {MAX_TOKENS} tokens, got {t.num_tokens}")
 
@@ -127,49 +130,49 @@ def _check_row(row: Row, path: str, vision: VisionTokens | None) -> None:
     lowest, highest = int(row.token_ids.min()), int(row.policy_mask.max())
     _require(lowest >= 0, f"{path}.token_ids", f"negative token id {lowest}")
     _require(highest <= 1, f"{path}.policy_mask", f"expected 0 or 1, got {highest}")
-    policy, other = _positions(row)
-    _require(
-        not row.behaviour_logprobs.take(other).any(), f"{path}.behaviour_logprobs", "non-zero outside the policy mask"
-    )
-    _require(_least(row.turn_index.take(policy)) >= 0, f"{path}.turn_index", "negative at a policy token")
-    for name in ("policy_versions", "turn_index"):
-        _require(bool((getattr(row, name).take(other) == -1).all()), f"{path}.{name}", "not -1 outside the policy mask")
+    mask = row.policy_mask.view(bool)
+    outside = bool(((row.behaviour_logprobs != 0) > mask).any())
+    _require(not outside, f"{path}.behaviour_logprobs", "non-zero outside the policy mask")
+    _check_marks(row.turn_index, mask, f"{path}.turn_index")
     if vision is not None:
-        _check_sampled(row.token_ids.take(policy), vision, path)
+        _check_sampled(row.token_ids, mask, vision, path)
     _check_placeholders(row.token_ids, row.images, path, vision)
 
 
-def _positions(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """Where the policy sampled, and where it did not; the mask is 0 or 1. Taking from positions is cheaper than
-    indexing with a mask."""
-    policy = row.policy_mask.view(bool)
-    return np.flatnonzero(policy), np.flatnonzero(~policy)
+def _check_marks(values: np.ndarray, mask: np.ndarray, field: str) -> None:
+    """`values` must be at least 0 where the policy sampled, and -1 elsewhere."""
+    marked = values >= 0
+    # Comparing bytes is cheaper than comparing arrays of this length.
+    if marked.tobytes() == mask.tobytes() and values.min() >= -1:
+        return
+    _require(not (mask > marked).any(), field, "negative at a policy token")
+    raise TrajectoryError(field, "not -1 outside the policy mask")
 
 
-def _least(values: np.ndarray) -> int:
-    return int(values.min()) if len(values) else 0
-
-
-def _check_sampled(sampled: np.ndarray, vision: VisionTokens, path: str) -> None:
-    forbidden = np.asarray(vision.forbidden_token_ids)
-    if not len(sampled) or not len(forbidden) or int(sampled.max()) < int(forbidden.min()):
-        return  # vision tokens usually follow all others
-    _require(not np.isin(sampled, forbidden).any(), f"{path}.token_ids", "the policy sampled a vision token")
+def _check_sampled(ids: np.ndarray, mask: np.ndarray, vision: VisionTokens, path: str) -> None:
+    if not vision.forbidden_token_ids:
+        return
+    # Vision tokens usually follow all others.
+    high = np.flatnonzero(ids >= min(vision.forbidden_token_ids))
+    sampled = mask.take(high)
+    if sampled.any():
+        forbidden = np.isin(ids.take(high[sampled]), np.asarray(vision.forbidden_token_ids))
+        _require(not forbidden.any(), f"{path}.token_ids", "the policy sampled a vision token")
 
 
 def _check_behaviour(row: Row, path: str) -> None:
     """What an importance ratio needs."""
-    policy, _ = _positions(row)
     logprobs = row.behaviour_logprobs
     # The extremes are NaN where any value is.
-    if not (np.isfinite(logprobs.min()) and logprobs.max() <= 1e-4):
-        unknown = len(policy) > 0 and bool(np.isnan(logprobs[policy]).all())
+    if not (math.isfinite(logprobs.min()) and logprobs.max() <= 1e-4):
+        policy = row.policy_mask.view(bool)
+        unknown = bool(policy.any()) and bool(np.isnan(logprobs[policy]).all())
         _require(
             not unknown, f"{path}.behaviour_logprobs", "NaN: the behaviour policy is unknown, no ratio can be computed"
         )
         _require(bool(np.isfinite(logprobs).all()), f"{path}.behaviour_logprobs", "non-finite value")
         _require(False, f"{path}.behaviour_logprobs", f"log-probability above 0: {logprobs.max()}")
-    _require(_least(row.policy_versions.take(policy)) >= 0, f"{path}.policy_versions", "negative at a policy token")
+    _check_marks(row.policy_versions, row.policy_mask.view(bool), f"{path}.policy_versions")
 
 
 def _check_no_behaviour(row: Row, path: str) -> None:
@@ -185,53 +188,70 @@ def _check_placeholders(ids: np.ndarray, images: Sequence[ImageRef], path: str, 
         return
     placeholders = np.flatnonzero(ids == vision.image_token_id)
     _require(0 < vision.merge_size <= MAX_MERGE_SIZE, "vision.merge_size", f"expected 1-{MAX_MERGE_SIZE}")
-    spans = []
-    end = 0
+    num_named, end, agree = 0, 0, True
     for index, image in enumerate(images):
         t, h, w = image.grid_thw
         expected, odd = divmod(t * h * w, vision.merge_size**2)
-        where = f"{path}.images[{index}]"
-        _require(min(t, h, w) > 0 and not odd, f"{where}.grid_thw", f"not a grid of merged patches: {image.grid_thw}")
-        _require(
-            image.num_tokens == expected,
-            f"{where}.num_tokens",
-            f"expected {expected} for its grid, got {image.num_tokens}",
-        )
+        start = image.start
         # In order, so that hostile images cannot claim the same long span thousands of times.
-        _require(end <= image.start <= len(ids) - expected, f"{where}.start", f"{image.start} is outside the row")
-        end = image.start + expected
-        spans.append(np.arange(image.start, image.start + expected))
-    named = np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)
+        if min(t, h, w) <= 0 or odd or image.num_tokens != expected or not end <= start <= len(ids) - expected:
+            _explain_image(image, f"{path}.images[{index}]", expected, odd)
+        end = start + expected
+        first, last = num_named, num_named + expected - 1
+        num_named += expected
+        # Positions ascend: as many as the image takes, between its first and its last, are all of them.
+        agree = agree and num_named <= len(placeholders)
+        agree = agree and placeholders[first] == start and placeholders[last] == end - 1
     _require(
-        np.array_equal(named, placeholders),
+        agree and num_named == len(placeholders),
         f"{path}.images",
-        f"{len(images)} images take {len(named)} placeholders, the row has {len(placeholders)} (or at other positions)",
+        f"{len(images)} images take {num_named} placeholders, the row has {len(placeholders)} (or at other positions)",
     )
+
+
+def _explain_image(image: ImageRef, where: str, expected: int, odd: int) -> None:
+    """Raise for an image whose grid, number of tokens or place is wrong."""
+    is_grid = min(image.grid_thw) > 0 and not odd
+    _require(is_grid, f"{where}.grid_thw", f"not a grid of merged patches: {image.grid_thw}")
+    right = image.num_tokens == expected
+    _require(right, f"{where}.num_tokens", f"expected {expected} for its grid, got {image.num_tokens}")
+    raise TrajectoryError(f"{where}.start", f"{image.start} is outside the row")
 
 
 def _check_turns(t: Trajectory) -> None:
     _require(len(t.turns) > 0, "turns", "is empty")
-    claimed = [np.full(len(row.token_ids), -1, np.int64) for row in t.rows]
-    num_claimed = 0
+    claimed = [np.full(len(row.token_ids), -1, np.int16) for row in t.rows]
+    num_claimed, first = 0, t.turns[0].index
     for position, turn in enumerate(t.turns):
-        path = f"turns[{position}]"
-        _require(0 <= turn.index <= MAX_TURN_INDEX, f"{path}.index", f"expected int16 >= 0, got {turn.index}")
-        _require(turn.index == t.turns[0].index + position, f"{path}.index", f"not consecutive: {turn.index}")
-        _require(0 <= turn.row < len(t.rows), f"{path}.row", f"{turn.row} of {len(t.rows)} rows")
-        _check_state(turn.state, f"{path}.state")
-        inside = 0 <= turn.start < turn.end <= len(claimed[turn.row])
-        _require(inside, f"{path}.start", f"[{turn.start}, {turn.end}) is empty or outside the row")
+        if not (
+            0 <= turn.index <= MAX_TURN_INDEX
+            and turn.index == first + position
+            and 0 <= turn.row < len(claimed)
+            and len(turn.state) <= MAX_STATE_LENGTH
+            and 0 <= turn.start < turn.end <= len(claimed[turn.row])
+        ):
+            _explain_turn(t, position)
         claimed[turn.row][turn.start : turn.end] = turn.index
         num_claimed += turn.end - turn.start
     # Rows say of every token which turn it answers, and -1 of those that the policy did not sample. Spans that say the
     # same of every row and overlap nowhere are right; only others are looked at one by one, to name what is wrong.
-    agree = all(np.array_equal(claim, row.turn_index) for claim, row in zip(claimed, t.rows, strict=True))
+    agree = all(claim.tobytes() == row.turn_index.tobytes() for claim, row in zip(claimed, t.rows, strict=True))
     if not agree or num_claimed != t.num_policy_tokens:
         _explain_turns(t)
 
 
 def _check_state(state: str, path: str) -> None:
     _require(len(state) <= MAX_STATE_LENGTH, path, f"expected at most {MAX_STATE_LENGTH} characters, got {len(state)}")
+
+
+def _explain_turn(t: Trajectory, position: int) -> None:
+    """Raise for a turn that is out of order or outside its row."""
+    turn, path = t.turns[position], f"turns[{position}]"
+    _require(0 <= turn.index <= MAX_TURN_INDEX, f"{path}.index", f"expected int16 >= 0, got {turn.index}")
+    _require(turn.index == t.turns[0].index + position, f"{path}.index", f"not consecutive: {turn.index}")
+    _require(0 <= turn.row < len(t.rows), f"{path}.row", f"{turn.row} of {len(t.rows)} rows")
+    _check_state(turn.state, f"{path}.state")
+    raise TrajectoryError(f"{path}.start", f"[{turn.start}, {turn.end}) is empty or outside the row")
 
 
 def _explain_turns(t: Trajectory) -> None:
@@ -254,14 +274,25 @@ def _explain_turns(t: Trajectory) -> None:
 
 
 def _check_rewards(t: Trajectory) -> None:
+    masks = [row.policy_mask for row in t.rows]
     for index, entry in enumerate(t.rewards):
-        path = f"rewards[{index}]"
-        _require(0 < len(entry.component) <= MAX_NAME_LENGTH, f"{path}.component", "is empty or too long")
-        _require(bool(np.isfinite(entry.value)), f"{path}.value", f"non-finite: {entry.value}")
-        _require(0 <= entry.row < len(t.rows), f"{path}.row", f"{entry.row} of {len(t.rows)} rows")
-        mask = t.rows[entry.row].policy_mask
-        paid = 0 <= entry.token < len(mask) and bool(mask[entry.token])
-        _require(paid, f"{path}.token", f"{entry.token} is not a policy token of its row")
+        if not (
+            0 < len(entry.component) <= MAX_NAME_LENGTH
+            and math.isfinite(entry.value)
+            and 0 <= entry.row < len(masks)
+            and 0 <= entry.token < len(masks[entry.row])
+            and masks[entry.row][entry.token]
+        ):
+            _explain_reward(t, index)
+
+
+def _explain_reward(t: Trajectory, index: int) -> None:
+    """Raise for a reward that is wrong."""
+    entry, path = t.rewards[index], f"rewards[{index}]"
+    _require(0 < len(entry.component) <= MAX_NAME_LENGTH, f"{path}.component", "is empty or too long")
+    _require(math.isfinite(entry.value), f"{path}.value", f"non-finite: {entry.value}")
+    _require(0 <= entry.row < len(t.rows), f"{path}.row", f"{entry.row} of {len(t.rows)} rows")
+    raise TrajectoryError(f"{path}.token", f"{entry.token} is not a policy token of its row")
 
 
 def _check_end(t: Trajectory) -> None:
@@ -287,6 +318,8 @@ def _check_images(t: Trajectory) -> None:
     _require(not missing, "images", f"missing {len(missing)} of {len(referenced)} referenced images")
     _require(not t.images.keys() - referenced, "images", "holds images that no row refers to")
     for name, encoded in t.images.items():
+        if content_hash(encoded) == name:
+            continue
         # Before a name becomes part of a field, under which refusals are counted.
         _require(_HASH.fullmatch(name) is not None, "images", f"{name[:64]!r} is no content hash")
-        _require(content_hash(encoded) == name, f"images[{name}]", "bytes do not have this content hash")
+        raise TrajectoryError(f"images[{name}]", "bytes do not have this content hash")

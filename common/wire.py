@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgpack
@@ -42,8 +43,10 @@ _BYTES_PER_ENTRY = 8
 _MAX_ENTRIES = 1 << 20
 """A list or map costs a hundred bytes of memory for one of the message, so their entries are limited by its length.
 The densest honest trajectories have 12 bytes an entry, the longest some 300,000 entries."""
+_TOO_MANY = "too many lists, maps and entries for its length"
 
 _ENVELOPE = struct.Struct("<4sHH16sQiIQ16x")
+ENVELOPE_BYTES = _ENVELOPE.size
 _MAGIC = b"VAGT"
 _DTYPES: dict[str, np.dtype] = {code: np.dtype(f"<{code}") for code in ("i4", "u1", "f4", "i2")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -244,33 +247,38 @@ def decode_message(body: bytes, kind: type[M]) -> M:
         raise WireError(f"{kind.__name__}: {error}") from None
 
 
-class _Counted:
-    """Makes the lists and maps of one message and stops when they become too many."""
+def _counted(num_bytes: int) -> tuple[Callable[..., list[Any]], Callable[..., dict[Any, Any]]]:
+    """What makes the lists and the maps of one message, and stops when they become too many.
 
-    def __init__(self, num_bytes: int) -> None:
-        self._left = min(_FREE_ENTRIES + num_bytes // _BYTES_PER_ENTRY, _MAX_ENTRIES)
+    Closures, since they are called for each of the hundred lists and maps of a trajectory.
+    """
+    left = min(_FREE_ENTRIES + num_bytes // _BYTES_PER_ENTRY, _MAX_ENTRIES)
 
-    def make_list(self, items: list[Any]) -> list[Any]:
-        self._take(len(items))
+    def make_list(items: list[Any]) -> list[Any]:
+        nonlocal left
+        left -= 1 + len(items)
+        if left < 0:
+            raise ValueError(_TOO_MANY)
         return items
 
-    def make_map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        self._take(len(pairs))
+    def make_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        nonlocal left
+        num_entries = len(pairs)
+        left -= 1 + num_entries
+        if left < 0:
+            raise ValueError(_TOO_MANY)
         found = dict(pairs)
-        if len(found) != len(pairs):
+        if len(found) != num_entries:
             raise ValueError("a key comes twice in one map")
         return found
 
-    def _take(self, num_entries: int) -> None:
-        self._left -= 1 + num_entries
-        if self._left < 0:
-            raise ValueError("too many lists, maps and entries for its length")
+    return make_list, make_map
 
 
 def _unpack(body: bytes | memoryview, limit: int, max_items: int) -> Any:
     if len(body) > limit:
         raise WireError(f"expected at most {limit} bytes, got {len(body)}")
-    counted = _Counted(len(body))
+    make_list, make_map = _counted(len(body))
     most = min(max_items, len(body))
     try:
         return msgpack.unpackb(
@@ -279,8 +287,8 @@ def _unpack(body: bytes | memoryview, limit: int, max_items: int) -> Any:
             max_array_len=most,
             max_map_len=most,
             max_ext_len=0,
-            list_hook=counted.make_list,
-            object_pairs_hook=counted.make_map,
+            list_hook=make_list,
+            object_pairs_hook=make_map,
         )
     except (ValueError, msgpack.exceptions.UnpackException, msgpack.exceptions.StackError, RecursionError) as error:
         raise WireError(f"not msgpack within the limits: {error}") from None
