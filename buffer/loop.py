@@ -4,13 +4,13 @@
     PUT, HEARTBEAT, REQUEST, FAILED                              ^
             |                                                    |
             v                                                    |
-         receive ---> read ------------> fit -----------> commit-+  one MULTI/EXEC, fsynced
-            ^         bytes -> checked    | puts above      |
-            |         requests            | the capacity    v
-            +---------- pending <---------+              answer ---> ACK, REFUSE, STATUS, GRANT
+         receive ---> read ------------> fit ------------> begin-+  one MULTI/EXEC, fsynced
+            ^         bytes -> checked    | puts above       :      while the next batch is received and read
+            |         requests            | the capacity     v
+            +---------- pending <---------+           finish, answer ---> ACK, REFUSE, STATUS, GRANT
                         (bounded)
 
-    consumes      at most 32 messages or 32 MB at a time, those that are pending among them
+    consumes      at most 32 messages or 32 MB at a time, those that are pending among them; as much is on its way
     waits for     messages, at most TICK_S; Redis, without limit, but a request to stop ends the wait
     unblocked by  `done` of the learner, which frees payloads; Redis coming back; SIGTERM
 
@@ -21,6 +21,7 @@ acknowledgement leaves only after EXEC. Bytes that are no message of ours are co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -38,7 +39,8 @@ from vagen.buffer.gate import Gate
 from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request, check_size, read_request
 from vagen.buffer.selection.priority import Prioritizer
 from vagen.buffer.settings import describe
-from vagen.buffer.store import IngestStore, Outcome
+from vagen.buffer.store import Commit, IngestStore, Outcome
+from vagen.buffer.transaction import Transaction
 from vagen.common.errors import ConfigError
 from vagen.common.memory import release_freed_memory
 from vagen.common.metrics import Metrics
@@ -136,6 +138,11 @@ class Ingest:
         self._process = psutil.Process()
         self._next_look = self._next_drop = 0.0
         self._pending: list[Request] = []
+        self._commit: Commit | None = None
+        """The batch that is on its way to Redis."""
+        self._started = 0.0
+        self._has_no_room = False
+        """Whether something of the last batch did not fit."""
         self._blind = True
         """Heartbeats could not be read for a while: no lease ends before they are."""
         self._is_full: bool | None = None
@@ -151,29 +158,35 @@ class Ingest:
             self._check_memory()
             self._pending += self._receive()
             try:
-                self._serve()
+                self._finish()
                 self._tick()
+                self._begin()
             except TRANSIENT as error:
-                # Whether the last transaction took effect is unknown. All but grants may be repeated: the actor asks
-                # again, and what was granted unheard ends with its lease.
-                self._pending = [request for request in self._pending if not isinstance(request, Ask)]
-                self._wait_for_redis(error)
+                self._recover(error)
+        with contextlib.suppress(*TRANSIENT):
+            self._finish()
 
     def _receive(self) -> list[Request]:
-        """At most a batch, less what is pending; waits for the first message."""
+        """At most a batch, less what is pending; waits for the first message, or for the commit that is on its way."""
         room = MAX_BATCH_MESSAGES - len(self._pending)
         num_bytes = sum(len(request.payload) for request in self._pending if isinstance(request, Put | BadPut))
         if room <= 0 or num_bytes >= MAX_BATCH_BYTES:
             self._blind = True
-            self._wait("room", time.sleep, RETRY_FULL_S)
+            if self._commit is None:
+                self._wait("room", time.sleep, RETRY_FULL_S)
             return []
-        self._wait("messages", self._poll, RETRY_FULL_S if self._pending else TICK_S)
+        if self._commit is None:
+            self._wait("messages", self._poll, RETRY_FULL_S if self._pending else TICK_S)
         requests: list[Request] = []
         while len(requests) < room and num_bytes < MAX_BATCH_BYTES:
+            if self._commit is not None and self._commit.transaction.is_answered():
+                break  # what is durable is acknowledged before more is read
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                break
+                if self._commit is None or not self._await_news(self._commit.transaction):
+                    break
+                continue
             if self._gate is not None and not self._gate.admits(frames[-1]):
                 continue
             buffers = [frame.buffer for frame in frames]
@@ -181,19 +194,48 @@ class Ingest:
             requests.append(read_request(buffers, self._run_name, self._store.capacity_bytes, self._prioritizer))
         return requests
 
-    def _serve(self) -> None:
-        """Commit what fits of the pending requests and answer it; the rest stays pending."""
+    def _await_news(self, transaction: Transaction) -> bool:
+        """Wait for a message or more of the answer to the transaction; false when neither comes for a while."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(transaction.fileno(), zmq.POLLIN)
+        came: list[object] = []
+        self._wait("redis", lambda timeout_s: came.extend(poller.poll(int(1000 * timeout_s))), TICK_S)
+        return bool(came)
+
+    def _begin(self) -> None:
+        """Send what fits of the pending requests to Redis; the rest stays pending."""
         puts = [request for request in self._pending if isinstance(request, Put)]
         too_many = {id(put) for put, fits in zip(puts, self._store.fitting(puts), strict=True) if not fits}
         batch = [request for request in self._pending if id(request) not in too_many]
-        left: list[Request] = [put for put in puts if id(put) in too_many]
         if batch:
-            started = time.monotonic()
-            outcomes, status = self._store.commit(batch, time.time())
-            self._metrics.observe("vagen_buffer_commit_seconds", time.monotonic() - started)
-            left += [r for r, outcome in zip(batch, outcomes, strict=True) if outcome.verdict == "full"]
-            self._answer(batch, outcomes, status)
-        self._pending = left
+            self._started = time.monotonic()
+            self._commit = self._store.begin(batch, time.time())
+        self._pending = [put for put in puts if id(put) in too_many]
+        self._has_no_room = bool(too_many)
+
+    def _finish(self) -> None:
+        """Wait for the batch that is on its way and answer it; what Redis had no room for is pending again."""
+        if self._commit is None:
+            return
+        outcomes, status = self._store.finish(self._commit)
+        batch, self._commit = self._commit.requests, None
+        self._metrics.observe("vagen_buffer_commit_seconds", time.monotonic() - self._started)
+        full = [request for request, outcome in zip(batch, outcomes, strict=True) if outcome.verdict == "full"]
+        self._pending = full + self._pending
+        self._has_no_room |= bool(full)
+        self._answer(batch, outcomes, status)
+
+    def _recover(self, error: Exception) -> None:
+        """Take back what was on its way, and wait for Redis.
+
+        Whether a transaction took effect is unknown. All but grants may be repeated: the actor asks again, and what was
+        granted unheard ends with its lease.
+        """
+        sent = self._commit.requests if self._commit is not None else ()
+        self._commit = None
+        self._pending = [request for request in (*sent, *self._pending) if not isinstance(request, Ask)]
+        self._wait_for_redis(error)
 
     def _answer(self, batch: Sequence[Request], outcomes: Sequence[Outcome], status: Status) -> None:
         acks: dict[bytes, list[bytes]] = {}
@@ -261,10 +303,9 @@ class Ingest:
             self._store.renew_all(time.time())
             self._blind = False
         self._store.tick(time.time(), leases_end=not self._blind)
-        is_full = any(isinstance(request, Put) for request in self._pending)
-        if is_full != self._is_full:
-            self._store.say_full(is_full)
-            self._is_full = is_full
+        if self._has_no_room != self._is_full:
+            self._store.say_full(self._has_no_room)
+            self._is_full = self._has_no_room
         self._next_tick = now + TICK_S
         if now >= self._next_report:
             self._report()

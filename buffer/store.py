@@ -22,6 +22,7 @@ from vagen.buffer.lua import source
 from vagen.buffer.requests import Ask, BadPut, Beat, Failure, Malformed, Put, Request
 from vagen.buffer.selection.units import attributes
 from vagen.buffer.settings import SettingState, differences, read_settings
+from vagen.buffer.transaction import Transaction
 from vagen.common.errors import ConfigError
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import EngineStatus, Status, TaskGrant
@@ -40,6 +41,17 @@ class Outcome(NamedTuple):
     tasks: tuple[TaskGrant, ...] = ()
     reason: str = ""
     """Why no task was granted."""
+
+
+class Commit(NamedTuple):
+    """A batch that was sent to Redis and whose outcomes are not read yet; `IngestStore.finish` it, once."""
+
+    requests: Sequence[Request]
+    reasons: Sequence[str]
+    """Of each request why it was granted no task, if it asked."""
+    num_scripts: int
+    """Commands that came before those of the requests."""
+    transaction: Transaction
 
 
 class Committed(NamedTuple):
@@ -70,6 +82,9 @@ class IngestStore:
         self._keys = Keys(run_name, self._shard)
         self._client = make_client(redis_url, keys=self._keys)
         self._settings: list[SettingState] = []
+        self._held_bytes: int | None = None
+        """Stored or promised to incomplete groups as of the last commit; unknown before the first, and while one may
+        have taken effect or not."""
         self.capacity_bytes = config.capacity_bytes
         """In force as of the last `refresh_settings`."""
 
@@ -112,8 +127,11 @@ class IngestStore:
 
     def fitting(self, puts: Sequence[Put]) -> list[bool]:
         """Which of the puts fit below the capacity, by its policy, so that no other payload is sent at all."""
-        if not puts:
-            return []
+        # Only commits fill the shard: what fits by the last one fits, whatever has been freed since. Capacity that was
+        # taken away meanwhile is the commit's to notice.
+        most = sum(len(put.payload) * put.trajectory.group_size for put in puts)
+        if not puts or (self._held_bytes is not None and self._held_bytes + most <= self.capacity_bytes):
+            return [True] * len(puts)
         args: list[Any] = [self._config.capacity_bytes, self._config.when_full]
         for put in puts:
             args += (len(put.payload), put.trajectory.group_id, put.trajectory.group_size)
@@ -121,13 +139,17 @@ class IngestStore:
 
     def commit(self, requests: Sequence[Request], now: float) -> Committed:
         """Apply a batch in one durable transaction; the puts must be `fitting`."""
+        return self.finish(self.begin(requests, now))
+
+    def begin(self, requests: Sequence[Request], now: float) -> Commit:
+        """As `commit`, but return once the batch is sent, so that the caller can work while Redis does."""
         offer = self._offer() if any(isinstance(request, Ask) for request in requests) else _NO_OFFER
         credits = offer.credits
-        pipe = self._client.pipeline(transaction=True)
-        granted: list[tuple[int, str]] = []
         names = {_SCRIPTS[type(request)] for request in requests if type(request) in _SCRIPTS}
+        pipe = self._client.pipeline(transaction=True)
         for name in sorted(names):
             pipe.script_load(source(name).text)
+        reasons = []
         for request in requests:
             grant, reason = 0, offer.reason
             if isinstance(request, Ask):
@@ -135,20 +157,27 @@ class IngestStore:
                 grant = 0 if obstacle else min(request.message.want, credits)
                 credits -= grant
                 reason = reason or obstacle
-            granted.append((grant, reason))
+            reasons.append(reason if grant == 0 else "")
             self._queue(pipe, request, grant, now)
-        self._queue_status(pipe)
-        replies = pipe.execute(raise_on_error=False)
+        pipe.hmget(self._keys[Key.LEARNER], "step", "published")
+        admission.queue_engines(pipe, self._keys)
+        pipe.hmget(self._keys[Key.STAT], "bytes", "room")
+        self._held_bytes = None
+        return Commit(requests, reasons, len(names), Transaction(pipe))
+
+    def finish(self, commit: Commit) -> Committed:
+        """Wait until a batch is durable. Raises one of `connection.TRANSIENT` when nobody knows whether it is."""
+        *replies, held = commit.transaction.replies()
         first = len(replies) - 1 - admission.ENGINE_REPLIES
-        status = self._parse_status(replies[first:])
-        replies = replies[len(names) : first]
+        left = iter(replies[commit.num_scripts : first])
         outcomes = []
-        for request, (grant, reason) in zip(requests, granted, strict=True):
+        for request, reason in zip(commit.requests, commit.reasons, strict=True):
             if isinstance(request, Put):
-                replies.pop(0)
-            outcomes.append(_parse(request, replies.pop(0), reason if grant == 0 else ""))
-        assert not replies
-        return Committed(outcomes, status)
+                next(left)
+            outcomes.append(_parse(request, next(left), reason))
+        assert next(left, None) is None
+        self._held_bytes = sum(int(num_bytes or 0) for num_bytes in held)
+        return Committed(outcomes, _parse_status(replies[first:], self._shard))
 
     def tick(self, now: float, *, leases_end: bool) -> tuple[int, int, int]:
         """Act on what is due: waiting groups and, if `leases_end`, leases of tasks and engines.
@@ -208,19 +237,16 @@ class IngestStore:
                 return
         pipe.evalsha(source(_SCRIPTS[type(request)]).sha, 1, self._keys.prefix, *args)
 
-    def _queue_status(self, pipe: Any) -> None:
-        pipe.hmget(self._keys[Key.LEARNER], "step", "published")
-        admission.queue_engines(pipe, self._keys)
 
-    def _parse_status(self, replies: list[Any]) -> Status:
-        (step, published), *engines = replies
-        return Status(
-            learner_step=-1 if step is None else int(step),
-            policy_version=-1 if published is None else int(published),
-            engines=tuple(admission.parse_engines(engines)),
-            shard=self._shard.index,
-            num_shards=self._shard.count,
-        )
+def _parse_status(replies: Sequence[Any], shard: Shard) -> Status:
+    (step, published), *engines = replies
+    return Status(
+        learner_step=-1 if step is None else int(step),
+        policy_version=-1 if published is None else int(published),
+        engines=tuple(admission.parse_engines(engines)),
+        shard=shard.index,
+        num_shards=shard.count,
+    )
 
 
 _SCRIPTS: dict[type, str] = {Put: "commit", BadPut: "refuse", Beat: "heartbeat", Ask: "grant", Failure: "fail"}

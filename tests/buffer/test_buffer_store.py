@@ -40,6 +40,19 @@ def test_payload_comes_back_as_it_came(bench):
     assert bench.learner.fetch(manifest.ids) == [bytes(put.payload)]
 
 
+@pytest.mark.parametrize(
+    "payload", [b"", b"short", b"\r\n$3\r\n", os.urandom(300_000)], ids=["empty", "short", "RESP", "long"]
+)
+def test_a_command_arrives_whatever_its_arguments_are(valkey, payload):
+    client = make_client(valkey.url)
+    pipe = client.pipeline(transaction=True)
+    pipe.set("k:é", memoryview(payload), nx=True)
+    pipe.eval("return ARGV", 0, memoryview(payload)[1:], "é", 7, 2.5, b"\0", payload)
+    pipe.get("k:é")
+    assert pipe.execute() == [True, [payload[1:], "é".encode(), b"7", b"2.5", b"\0", payload], payload]
+    client.close()
+
+
 def test_resend_is_stored_once_whatever_became_of_the_first(bench):
     bench = bench()
     bench.learn()
