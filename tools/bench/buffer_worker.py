@@ -38,11 +38,14 @@ async def _produce(task: Task) -> None:
     trajectories = produced(task)
     await asyncio.to_thread(ready)
 
+    turn = asyncio.Lock()
+
     async def episodes(source: Iterator[Trajectory]) -> None:
         for trajectory in source:
             # The rate that the buffer keeps up with: what comes faster waits in the spool, until that is full.
-            while sender.in_window >= _WINDOW:
-                await sender.changed.wait(_TIMEOUT_S)
+            async with turn:  # one looks at every change, the others wait for it
+                while sender.in_window >= _WINDOW:
+                    await sender.changed.wait(_TIMEOUT_S)
             await sender.put(trajectory)
 
     await asyncio.gather(*(episodes(trajectories) for _ in range(_EPISODES)))
