@@ -206,7 +206,8 @@ class Ingest:
     def _begin(self) -> None:
         """Send what fits of the pending requests to Redis; the rest stays pending."""
         puts = [request for request in self._pending if isinstance(request, Put)]
-        too_many = {id(put) for put, fits in zip(puts, self._store.fitting(puts), strict=True) if not fits}
+        fitting = [True] * len(puts) if self._store.surely_fit(puts) else self._store.fitting(puts)
+        too_many = {id(put) for put, fits in zip(puts, fitting, strict=True) if not fits}
         batch = [request for request in self._pending if id(request) not in too_many]
         if batch:
             self._started = time.monotonic()

@@ -125,13 +125,21 @@ class IngestStore:
         self.capacity_bytes = next(s.value for s in states if s.name == "capacity_bytes") or self._config.capacity_bytes
         return changed
 
+    def surely_fit(self, puts: Sequence[Put]) -> bool:
+        """Whether all puts fit by what the last commit left, without asking Redis.
+
+        Only commits fill the shard, so that whatever was freed since makes it the truer; capacity that was taken away
+        since the last `refresh_settings` is for the commit to notice, which decides.
+        """
+        if self._held_bytes is None:
+            return not puts
+        most = sum(len(put.payload) * put.trajectory.group_size for put in puts)
+        return self._held_bytes + most <= self.capacity_bytes
+
     def fitting(self, puts: Sequence[Put]) -> list[bool]:
         """Which of the puts fit below the capacity, by its policy, so that no other payload is sent at all."""
-        # Only commits fill the shard: what fits by the last one fits, whatever has been freed since. Capacity that was
-        # taken away meanwhile is the commit's to notice.
-        most = sum(len(put.payload) * put.trajectory.group_size for put in puts)
-        if not puts or (self._held_bytes is not None and self._held_bytes + most <= self.capacity_bytes):
-            return [True] * len(puts)
+        if not puts:
+            return []
         args: list[Any] = [self._config.capacity_bytes, self._config.when_full]
         for put in puts:
             args += (len(put.payload), put.trajectory.group_id, put.trajectory.group_size)

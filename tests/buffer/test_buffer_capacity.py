@@ -280,3 +280,17 @@ def test_nothing_is_evicted_for_one_that_does_not_fit_anyway(full):
     bench.learner.claim(2, 2, 0)
     assert bench.commit(bench.put(num_bytes=20_000, group_id="g", group_size=3))[0].verdict == "full"
     assert bench.learner.accounting().evicted == 0
+
+
+def test_what_surely_fits_is_never_found_too_much_by_the_commit(bench):
+    bench = bench(capacity_bytes=200_000)
+    bench.learn()
+    assert not bench.store.surely_fit([bench.put(num_bytes=10)]), "before the first commit nothing is known"
+    verdicts, sure = [], []
+    for number in range(12):
+        group = {"group_id": f"g{number}", "group_size": 3} if number % 3 == 0 else {}
+        put = bench.put(num_bytes=11_000, **group)
+        sure.append(bench.store.surely_fit([put]))
+        verdicts.append(bench.commit(put)[0].verdict)
+    assert "full" in verdicts and sum(sure) > 4
+    assert all(verdict == "stored" for verdict, was_sure in zip(verdicts, sure, strict=True) if was_sure)
