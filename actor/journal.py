@@ -7,7 +7,9 @@
 
 What was queued is written by one `flush`, with one fdatasync where a trajectory or a META is among it: a GONE may be
 lost in a crash. A segment goes when all trajectories in it and in those before it are gone, so that no GONE goes before
-what it speaks of; the newest one stays, and with it the numbers.
+what it speaks of; the newest one stays, and with it the numbers. Where a few trajectories hold up many segments, those
+of the oldest are written once more, into the newest: the journal is no longer than twice what is in flight and a few
+segments.
 
 Everything behind the first broken record of the newest segment belongs to a flush that never returned, and is cut off
 when the journal is opened. A broken record anywhere else is damage.
@@ -21,6 +23,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -34,6 +37,8 @@ from vagen.common.wire import ENVELOPE_BYTES, check_payload, decode_envelope
 
 SEGMENT_BYTES = 64 << 20
 """Length at which a segment ends; the last flush may make it longer."""
+SPARE_SEGMENTS = 2
+"""Beside the newest and twice what is in flight."""
 _HEAD = struct.Struct("<4sB3xIIQ")
 _MAGIC = b"VAGJ"
 _META, _PUT, _GONE = range(3)
@@ -73,6 +78,15 @@ class _Record(NamedTuple):
         return _HEAD.size + len(self.small) + self.payload_bytes
 
 
+@dataclass(slots=True)
+class _Segment:
+    number: int
+    num_bytes: int = 0
+    """Once another one has followed."""
+    in_flight: int = 0
+    """Trajectories."""
+
+
 class Journal:
     """The journal in one folder, which belongs to one process. Every method may raise `OSError`."""
 
@@ -87,8 +101,8 @@ class Journal:
         """The highest sequence number ever given."""
         self.stored: dict[int, Stored] = {}
         """By sequence number, of what is in flight."""
-        self._live: deque[list[int]] = deque()
-        """Number and trajectories in flight of each segment, oldest first."""
+        self._segments: deque[_Segment] = deque()
+        """Oldest first."""
         self._queued: list[bytes] = []
         self._end = 0
         """Of the newest segment, with what is queued."""
@@ -97,8 +111,9 @@ class Journal:
             leftover.unlink()
         paths = sorted(folder.glob("journal-*.log"))
         for path in paths:
-            self._live.append([int(path.stem.partition("-")[2]), 0])
+            self._segments.append(_Segment(int(path.stem.partition("-")[2])))
             self._end = self._recover(path, is_newest=path == paths[-1])
+            self._segments[-1].num_bytes = self._end
         if self.run_id != run_id:
             raise ConfigError(
                 f"{folder}: belongs to run {self.run_id!r}, this is run {run_id!r}; sequences count one run, "
@@ -131,19 +146,17 @@ class Journal:
 
     def flush(self) -> None:
         """Write what is queued; durable when this returns. After an error nothing of it is, and nothing may follow."""
-        queued, self._queued = self._queued, []
-        start = self._end - sum(map(len, queued))
-        for first in range(0, len(queued), _MAX_BUFFERS):
-            start = _write(self._file, queued[first : first + _MAX_BUFFERS], start)
         is_full = self._end >= SEGMENT_BYTES
         # What is behind a segment must not be durable before it: only the newest may end in a broken record.
-        if self._must_sync or is_full:
-            sync(self._file)
-            self._must_sync = False
+        self._must_sync |= is_full
+        self._write_queued()
         if is_full:
+            self._segments[-1].num_bytes = self._end
             os.close(self._file)
-            self._file = self._begin_segment(self._live[-1][0] + 1)
+            self._file = self._begin_segment(self._segments[-1].number + 1)
         self._drop_segments()
+        while is_full and self._is_too_long():
+            self._move_oldest()
 
     def read(self, seq: int) -> tuple[bytes, bytes]:
         """Envelope and payload of a trajectory that was flushed."""
@@ -155,6 +168,28 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
+
+    def _write_queued(self) -> None:
+        queued, self._queued = self._queued, []
+        start = self._end - sum(map(len, queued))
+        for first in range(0, len(queued), _MAX_BUFFERS):
+            start = _write(self._file, queued[first : first + _MAX_BUFFERS], start)
+        if self._must_sync:
+            sync(self._file)
+            self._must_sync = False
+
+    def _is_too_long(self) -> bool:
+        before = sum(segment.num_bytes for segment in self._segments) - self._segments[-1].num_bytes
+        in_flight = sum(stored.num_bytes for stored in self.stored.values())
+        return before > 2 * in_flight + SPARE_SEGMENTS * SEGMENT_BYTES
+
+    def _move_oldest(self) -> None:
+        """Write what is in flight of the oldest segment into the newest, and drop it."""
+        oldest = self._segments[0].number
+        for seq in [seq for seq, stored in self.stored.items() if stored.segment == oldest]:
+            self.put(seq, *self.read(seq))
+        self._write_queued()
+        self._drop_segments()
 
     def _path(self, number: int) -> Path:
         return self._folder / f"journal-{number:08d}.log"
@@ -170,15 +205,18 @@ class Journal:
             self._queued.append(payload)
 
     def _keep(self, seq: int, offset: int, trajectory_id: bytes, num_bytes: int) -> None:
-        self._live[-1][1] += 1
-        self.stored[seq] = Stored(self._live[-1][0], offset, trajectory_id, num_bytes)
-        self.last_seq = seq
+        if seq in self.stored:  # it is moved
+            self._forget(seq)
+        newest = self._segments[-1]
+        newest.in_flight += 1
+        self.stored[seq] = Stored(newest.number, offset, trajectory_id, num_bytes)
+        self.last_seq = max(self.last_seq, seq)
 
     def _forget(self, seq: int) -> None:
         stored = self.stored.pop(seq)
-        for segment in self._live:
-            if segment[0] == stored.segment:
-                segment[1] -= 1
+        for segment in self._segments:
+            if segment.number == stored.segment:
+                segment.in_flight -= 1
 
     def _begin_segment(self, number: int) -> int:
         """A file that holds its META whenever it has its name; both are durable when this returns."""
@@ -189,12 +227,12 @@ class Journal:
         sync(file)
         new.rename(path)
         flush_file(self._folder)
-        self._live.append([number, 0])
+        self._segments.append(_Segment(number))
         return file
 
     def _drop_segments(self) -> None:
-        while len(self._live) > 1 and self._live[0][1] == 0:
-            self._path(self._live.popleft()[0]).unlink()
+        while len(self._segments) > 1 and self._segments[0].in_flight == 0:
+            self._path(self._segments.popleft().number).unlink()
 
     def _recover(self, path: Path, is_newest: bool) -> int:
         """Take in the records of a segment; returns where the whole ones end."""

@@ -141,8 +141,8 @@ class Ingest:
         self._commit: Commit | None = None
         """The batch that is on its way to Redis."""
         self._started = 0.0
-        self._has_no_room = False
-        """Whether something of the last batch did not fit."""
+        self._num_left = 0
+        """Puts of the last batch that did not fit."""
         self._blind = True
         """Heartbeats could not be read for a while: no lease ends before they are."""
         self._is_full: bool | None = None
@@ -213,7 +213,7 @@ class Ingest:
             self._started = time.monotonic()
             self._commit = self._store.begin(batch, time.time())
         self._pending = [put for put in puts if id(put) in too_many]
-        self._has_no_room = bool(too_many)
+        self._num_left = len(too_many)
 
     def _finish(self) -> None:
         """Wait for the batch that is on its way and answer it; what Redis had no room for is pending again."""
@@ -224,7 +224,7 @@ class Ingest:
         self._metrics.observe("vagen_buffer_commit_seconds", time.monotonic() - self._started)
         full = [request for request, outcome in zip(batch, outcomes, strict=True) if outcome.verdict == "full"]
         self._pending = full + self._pending
-        self._has_no_room |= bool(full)
+        self._num_left += len(full)
         self._answer(batch, outcomes, status)
 
     def _recover(self, error: Exception) -> None:
@@ -299,14 +299,15 @@ class Ingest:
         if now < self._next_tick:
             return
         self._apply_settings()
-        reading = len(self._pending) < MAX_BATCH_MESSAGES
+        reading = self._num_left < MAX_BATCH_MESSAGES
         if self._blind and reading:
             self._store.renew_all(time.time())
             self._blind = False
         self._store.tick(time.time(), leases_end=not self._blind)
-        if self._has_no_room != self._is_full:
-            self._store.say_full(self._has_no_room)
-            self._is_full = self._has_no_room
+        is_full = self._num_left > 0
+        if is_full != self._is_full:
+            self._store.say_full(is_full)
+            self._is_full = is_full
         self._next_tick = now + TICK_S
         if now >= self._next_report:
             self._report()

@@ -67,6 +67,56 @@ def test_a_segment_goes_with_all_before_it(tmp_path, make_frames, small_segments
     journal.close()
 
 
+def test_one_that_is_never_acked_does_not_keep_all_that_came_after_it(tmp_path, make_frames, small_segments):
+    journal = Journal(tmp_path, "run")
+    kept = put(journal, make_frames, 1)
+    for number in range(2, 60):
+        put(journal, make_frames, number)
+        journal.remove(number)
+        if number == 30:
+            kept |= put(journal, make_frames, 100)
+    journal.flush()
+    assert len(segments(tmp_path)) <= 5
+    assert {number: journal.read(number) for number in journal.stored} == kept
+    journal.close()
+
+    journal = Journal(tmp_path, "run")
+    assert {number: journal.read(number) for number in journal.stored} == kept
+    assert journal.last_seq == 100
+    for number in kept:
+        journal.remove(number)
+    journal.flush()
+    assert len(segments(tmp_path)) == 1
+    journal.close()
+
+
+def test_a_crash_while_one_is_moved_leaves_it_once(tmp_path, make_frames, small_segments, monkeypatch):
+    drop_segments = Journal._drop_segments
+
+    def crash_once_it_is_moved(journal):
+        if journal.stored[1].segment > 1:
+            raise OSError("power cut")
+        drop_segments(journal)
+
+    journal = Journal(tmp_path, "run")
+    kept = put(journal, make_frames, 1)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="power cut"):
+        patch.setattr(Journal, "_drop_segments", crash_once_it_is_moved)
+        for number in range(2, 60):
+            put(journal, make_frames, number)
+            journal.remove(number)
+    journal.close()
+    assert segments(tmp_path)[0] == 1, "it is in the oldest and in the newest"
+
+    journal = Journal(tmp_path, "run")
+    assert journal.read(1) == kept[1]
+    for number in list(journal.stored):
+        journal.remove(number)
+    journal.flush()
+    assert len(segments(tmp_path)) == 1
+    journal.close()
+
+
 def test_identity_and_shard_go_on_in_the_next_segment(tmp_path, make_frames, small_segments):
     journal = Journal(tmp_path, "run")
     journal.assign((2, 3))
@@ -91,7 +141,11 @@ def test_a_crash_at_any_byte_of_a_flush_leaves_what_was_flushed_before(tmp_path,
     put(journal, make_frames, 3)
     journal.close()
     content = path.read_bytes()
-    for length in (*range(whole, whole + 120), *range(whole + 120, len(content), 97), len(content) - 1):
+    for length in (
+        *range(whole, whole + 120),
+        *range(whole + 120, len(content), 97),
+        len(content) - 1,
+    ):
         # Whether the file is short, or as long as it was to be and zero behind.
         for left in {content[:length], content[:length].ljust(len(content), b"\0")} - {content}:
             path.write_bytes(left)
@@ -103,7 +157,10 @@ def test_a_crash_at_any_byte_of_a_flush_leaves_what_was_flushed_before(tmp_path,
     after = put(journal, make_frames, 3)
     journal.close()
     journal = Journal(tmp_path, "run")
-    assert {number: journal.read(number) for number in journal.stored} == {**before, **after}
+    assert {number: journal.read(number) for number in journal.stored} == {
+        **before,
+        **after,
+    }
     journal.close()
 
 
