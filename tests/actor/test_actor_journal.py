@@ -183,3 +183,22 @@ def test_a_segment_that_was_never_named_is_no_segment(tmp_path, make_frames):
     journal = Journal(tmp_path, "run")
     assert (sorted(journal.stored), segments(tmp_path)) == ([1], [1])
     journal.close()
+
+
+def test_what_lay_behind_a_broken_record_does_not_come_back(tmp_path, make_frames):
+    journal = Journal(tmp_path, "run")
+    path = tmp_path / "journal-00000001.log"
+    put(journal, make_frames, 1)
+    whole = path.stat().st_size
+    put(journal, make_frames, 2, 3)
+    journal.close()
+    content = bytearray(path.read_bytes())
+    content[whole : whole + 8] = bytes(8)  # of one flush, the end reached the disk before the beginning
+    path.write_bytes(content)
+    journal = Journal(tmp_path, "run")
+    assert sorted(journal.stored) == [1]
+    put(journal, make_frames, 2)
+    journal.close()
+    journal = Journal(tmp_path, "run")
+    assert sorted(journal.stored) == [1, 2], "3 follows it byte by byte, and was never durable"
+    journal.close()
