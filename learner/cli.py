@@ -102,10 +102,17 @@ def run(
 
 def _check_layout(config: LearnerConfig, model: Path) -> None:
     """Every rank says so before it waits for others, or for torch."""
+    from vagen.common.config import require
     from vagen.common.vocabulary import read_model_json
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.layout.require_world(world_size)
+    require(
+        not config.sequence_parallel or config.tensor_parallel_size > 1,
+        "learner.sequence_parallel",
+        config.sequence_parallel,
+        "false, or a tensor_parallel_size above 1",
+    )
     config.layout.require_batch(config.batch_size, world_size)
     config.layout.require_model(read_model_json(model / "config.json"), model / "config.json")
 

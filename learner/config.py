@@ -173,6 +173,14 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: PositiveInt = 1
     """Stages of consecutive layers. What is left of torchrun's processes shares each batch."""
+    sequence_parallel: bool = False
+    """Norms and residuals of a part of the tokens on each tensor-parallel rank."""
+    recompute: bool = False
+    """Trade one more forward pass of each decoder layer for its activations."""
+    bf16: bool = False
+    """Weights and activations in bfloat16; master weights and optimizer state stay float32."""
+    require_transformer_engine: bool = True
+    """On a GPU, refuse to start without Transformer Engine; false takes torch's attention there."""
     num_threads: PositiveInt = 1
 
     optimizer: OptimizerConfig = OptimizerConfig()

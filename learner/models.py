@@ -47,7 +47,9 @@ def load_models(
     model = VisionLanguageActorCritic.load_hf(model_dir, trained_options(config))
     if not config.reference.is_used:
         return model, None
-    reference = VisionLanguageActorCritic.load_hf(model_dir, ModelOptions())
+    reference = VisionLanguageActorCritic.load_hf(
+        model_dir, ModelOptions(bf16=config.bf16, sequence_parallel=config.sequence_parallel)
+    )
     return model, reference.eval().requires_grad_(False)
 
 
@@ -65,4 +67,7 @@ def trained_options(config: LearnerConfig) -> ModelOptions:
         value_range=loss.value_range,
         adapter=AdapterOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets) if lora.rank else None,
         freeze_vision=frozen[config.freeze_vision],
+        bf16=config.bf16,
+        recompute=config.recompute,
+        sequence_parallel=config.sequence_parallel,
     )

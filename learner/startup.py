@@ -41,6 +41,7 @@ from vagen.learner.model.checkpoint_io import load_checkpoint
 from vagen.learner.model.collectives import sum_over_data_parallel
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import ParallelTopology, parallel_session
+from vagen.learner.model.spec import require_transformer_engine
 from vagen.learner.models import load_trained
 from vagen.learner.probe import Probe
 from vagen.learner.publish_thread import PublishThread
@@ -144,6 +145,8 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
     """
     run, config = section(recipe, "run", RunConfig), section(recipe, "learner", LearnerConfig)
     torch.set_num_threads(config.num_threads)
+    if config.require_transformer_engine:
+        require_transformer_engine()
     folder = run_dir / "learner"
     preparer = RowPreparer.load(model_dir, privileged=config.critic.privileged)
     with (

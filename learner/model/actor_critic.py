@@ -21,6 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -166,22 +170,35 @@ class VisionLanguageActorCritic(MegatronModule):
         """Hidden states behind the final norm of the tokens before the scored ones, [N, hidden_size]; behind the last
         layer of a stage that is not the last those of all tokens, [T, 1, hidden_size]."""
         gpt = self.language_model
+        if self.config.sequence_parallel:
+            batch = batch.padded(parallel_state.get_tensor_model_parallel_world_size())
         embeddings: Tensor | None = None
         image_rows: Tensor | None = None
         deepstack: Tensor | None = None
         if self.pre_process:
             embeddings = gpt.embedding(input_ids=batch.token_ids[None], position_ids=None)
             embeddings, image_rows, deepstack = self._with_images(embeddings, batch)
+            if self.config.sequence_parallel:
+                embeddings = scatter_to_sequence_parallel_region(embeddings)
         angles = gpt.rotary_pos_emb(batch.position_ids[:, None], gpt.mrope_section)
         rows = batch.score_positions - 1
         if self._transformer_engine:
             longest, bounds = int(batch.cu_seqlens.diff().max()), batch.cu_seqlens
             params = DeepstackSeqParams("thd", bounds, bounds, None, None, longest, longest, image_rows=image_rows)
             hidden = gpt.decoder(embeddings, None, context=deepstack, rotary_pos_emb=angles, packed_seq_params=params)
-            return hidden[rows, 0] if self.post_process else hidden
+            return self._gathered(hidden)[rows, 0] if self.post_process else hidden
         segments = SegmentedSeqParams.build(batch.cu_seqlens, angles, rows, self.config.params_dtype, image_rows)
         hidden = gpt.decoder(embeddings, None, context=deepstack, packed_seq_params=segments)
-        return hidden[:, 0] if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        return self._gathered(hidden)[rows, 0] if self.config.sequence_parallel else hidden[:, 0]
+
+    def _gathered(self, hidden: Tensor) -> Tensor:
+        """Hidden states of all tokens, of which sequence parallelism leaves each rank a part."""
+        if not self.config.sequence_parallel:
+            return hidden
+        # What follows gives every rank the whole gradient.
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Give the decoder what the stage before sent; megatron's schedule calls this."""

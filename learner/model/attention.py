@@ -115,7 +115,8 @@ class SegmentedLayer(TransformerLayer):
         """As `TransformerLayer.forward`; the last layer returns [N, 1, hidden_size]."""
         hidden_states, _ = self._forward_attention(*args, **kwargs)
         params = kwargs["packed_seq_params"]
-        if self.layer_number == self.config.num_layers:
+        # With sequence parallelism a rank has a part of the tokens here, and their number must divide by the ranks.
+        if self.layer_number == self.config.num_layers and not self.config.sequence_parallel:
             hidden_states = hidden_states.index_select(0, params.rows)
         return add_deepstack(self._forward_mlp(hidden_states), kwargs.get("context"), params, self.layer_number)
 

@@ -7,9 +7,10 @@ Legend: T tokens of all rows, S rows, N scored tokens, I distinct images, P patc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vagen.common.errors import TrajectoryError
@@ -58,6 +59,18 @@ class PackedBatch:
             cu_seqlens=self.cu_seqlens.to(device),
             score_positions=self.score_positions.to(device),
             images=None if self.images is None else self.images.to(device),
+        )
+
+    def padded(self, multiple: int) -> PackedBatch:
+        """With one more row of unscored tokens where their number does not divide by `multiple`."""
+        missing = -self.token_ids.numel() % multiple
+        if not missing:
+            return self
+        return replace(
+            self,
+            token_ids=F.pad(self.token_ids, (0, missing)),
+            position_ids=F.pad(self.position_ids, (0, missing)),
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + missing]),
         )
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from vagen.learner.model.cpu_compat import cuda_as_cpu
 from vagen.learner.model.families.base import ModelFamily, refuse_unsupported, rotary_base
 from vagen.learner.model.lora import AdapterOptions, adapt_layers
 from vagen.learner.model.rotary import InterleavedRotaryEmbedding, PartialRotaryEmbedding
-from vagen.learner.model.spec import decoder_layer_spec, uses_transformer_engine
+from vagen.learner.model.spec import decoder_layer_spec, decoder_spec, uses_transformer_engine
 
 __all__ = ["ModelOptions", "build_gpt", "transformer_config"]
 
@@ -28,10 +28,12 @@ class ModelOptions:
     forward of each decoder layer for its activations; `freeze_vision` keeps as loaded the blocks of the vision module
     ("tower"), what projects their output into the decoder ("projector"), or both (True). With `adapter` low-rank
     updates of the decoder and the value head are all that is trained. `value_bins` makes the critic categorical, with
-    so many bins over `value_range`; None: one scalar."""
+    so many bins over `value_range`; None: one scalar. `sequence_parallel` leaves a part of the tokens of norms and
+    residuals on each tensor-parallel rank."""
 
     bf16: bool = False
     recompute: bool = False
+    sequence_parallel: bool = False
     freeze_vision: bool | Literal["tower", "projector"] = False
     adapter: AdapterOptions | None = None
     value_bins: int | None = None
@@ -69,6 +71,7 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
         hidden_dropout=0.0,
         mrope_section=family.mrope_section(text_config),
         tensor_model_parallel_size=tp,
+        sequence_parallel=options.sequence_parallel and tp > 1,
         pipeline_model_parallel_size=stages,
         pipeline_dtype=options.dtype,
         # Packs differ in length.
@@ -120,10 +123,13 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
         if num_stages() > 1:
             raise ConfigError("$.learner.lora: not available with pipeline stages ($.learner.pipeline_parallel_size)")
         adapt_layers(spec, options.adapter, config)
+    if config.sequence_parallel and (deepstack or family.post_norms):
+        what = "deepstack_visual_indexes" if deepstack else "norms behind attention and MLP"
+        raise ConfigError(f"$.learner.sequence_parallel: not available with {what} (config.json)")
     with cuda_as_cpu():
         gpt = GPTModel(
             config,
-            spec,
+            decoder_spec(config, spec, transformer_engine=engine),
             vocab_size=text_config.vocab_size,
             max_sequence_length=text_config.max_position_embeddings,
             position_embedding_type="mrope",
@@ -131,8 +137,12 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
             pre_process=is_first_stage(),
             post_process=is_last_stage(),
             parallel_output=True,
+            # Image features come before the tokens are shared out, scored rows after they are gathered.
+            scatter_embedding_sequence_parallel=False,
             share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
         )
+    if config.sequence_parallel and gpt.post_process:
+        gpt.output_layer.sequence_parallel, gpt.output_layer.allreduce_dgrad = False, True
     if family.interleaved_mrope:
         gpt.rotary_pos_emb = InterleavedRotaryEmbedding(config.kv_channels, 1.0, rotary_base=rotary_base(text_config))
     rotary_dim = family.rotary_dim(text_config)

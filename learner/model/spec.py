@@ -16,13 +16,21 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from vagen.common.errors import ConfigError
 from vagen.learner.model.attention import SegmentedLayer, SegmentedSDPAttention
 from vagen.learner.model.deepstack import DeepstackLayer
 
-__all__ = ["PostNormLinear", "decoder_layer_spec", "uses_transformer_engine"]
+__all__ = [
+    "PostNormLinear",
+    "decoder_layer_spec",
+    "decoder_spec",
+    "require_transformer_engine",
+    "uses_transformer_engine",
+]
 
 
 class PostNormLinear(RowParallelLinear):
@@ -47,6 +55,15 @@ def uses_transformer_engine(*, post_norms: bool = False) -> bool:
     return bool(HAVE_TE)
 
 
+def require_transformer_engine() -> None:
+    """Raises ConfigError on a GPU without Transformer Engine."""
+    if torch.cuda.is_available() and not uses_transformer_engine():
+        raise ConfigError(
+            "this process has a GPU, but Transformer Engine cannot be imported: install the extra `gpu`, or set "
+            "$.learner.require_transformer_engine to false for torch's attention"
+        )
+
+
 def decoder_layer_spec(
     config: TransformerConfig, *, transformer_engine: bool, deepstack: bool, post_norms: bool = False
 ) -> ModuleSpec:
@@ -69,4 +86,26 @@ def decoder_layer_spec(
     if post_norms:
         spec.submodules.self_attention.submodules.linear_proj = PostNormLinear
         spec.submodules.mlp.submodules.linear_fc2 = PostNormLinear
+    if config.sequence_parallel:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ShardedRMSNorm
+        if config.qk_layernorm:
+            heads = spec.submodules.self_attention.submodules
+            heads.q_layernorm = heads.k_layernorm = ShardedRMSNorm
     return spec
+
+
+def decoder_spec(config: TransformerConfig, layer: ModuleSpec, *, transformer_engine: bool) -> Any:
+    """Spec of this stage's layers, and of the norm behind the last."""
+    if transformer_engine or not config.sequence_parallel:
+        return layer
+    layers = [layer] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ShardedRMSNorm)
+
+
+class ShardedRMSNorm(torch.nn.RMSNorm):
+    """torch's norm for sequence parallelism, which megatron's wrapper of it refuses. Its weight says that each
+    tensor-parallel rank sees a part of the tokens, so that megatron adds up its gradients."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

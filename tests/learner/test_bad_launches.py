@@ -10,7 +10,9 @@ import time
 
 import pytest
 
+from vagen.common.errors import ConfigError
 from vagen.learner.layout import ParallelLayout
+from vagen.learner.model import spec
 
 MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "num_hidden_layers": 6}
 LAUNCH = "import sys; sys.modules['torch'] = None; from vagen.learner.cli import app; app()"
@@ -43,6 +45,11 @@ def launch(tmp_path):
         ),
         (4, ["tensor_parallel_size=4"], "num_key_value_heads 2 does not divide by $.learner.tensor_parallel_size 4"),
         (4, ["pipeline_parallel_size=4"], "num_hidden_layers 6 does not divide by $.learner.pipeline_parallel_size 4"),
+        (
+            4,
+            ["sequence_parallel=true"],
+            "$.learner.sequence_parallel: expected false, or a tensor_parallel_size above 1",
+        ),
         (4, ["batch_size=3"], "$.learner.batch_size: expected int >= 4, one trajectory for each copy of the model"),
     ],
 )
@@ -61,3 +68,14 @@ def test_a_layout_that_fits_is_not_refused(launch):
 
 def test_a_config_without_sizes_says_nothing_about_the_layout():
     ParallelLayout(tensor=3).require_model({"model_type": "new"}, "config.json")
+
+
+def test_a_gpu_without_fused_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr(spec.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(spec, "uses_transformer_engine", lambda: False)
+    with pytest.raises(ConfigError, match="install the extra `gpu`, or set .*require_transformer_engine to false"):
+        spec.require_transformer_engine()
+
+
+def test_a_cpu_needs_none():
+    spec.require_transformer_engine()
