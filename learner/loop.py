@@ -231,7 +231,8 @@ class Learner:
             if self.probe is not None and self.rescore is not None and published.answers and published.step == step:
                 mismatch = self.rescore(self.probe, published.answers)
             self._unprobed = 0 if mismatch is not None else self._unprobed + 1
-            if self.is_first_rank:
+            # What a start publishes belongs to no step: whether it finds an engine, or one joins later, is chance.
+            if self.is_first_rank and published.step > self.first_step:
                 self._published.append(replace(published, answers=None, mismatch=mismatch))
 
     def _is_checkpoint_due(self, step: int) -> bool:

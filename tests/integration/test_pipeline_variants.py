@@ -6,12 +6,14 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("harness", "pause_mode"), [("concat", "retract"), ("no_concat", "abort"), ("no_concat", "in_place")]
+    ("harness", "pause_mode", "overlaps"),
+    [("concat", "retract", True), ("no_concat", "abort", False), ("no_concat", "in_place", True)],
 )
-def test_trains_across_updates(run_pipeline, harness, pause_mode):
+def test_trains_across_updates(run_pipeline, harness, pause_mode, overlaps):
     settings = [
         f"harness.name={harness}",
         f"learner.broadcast.pause_mode={pause_mode}",
+        f"learner.overlap_publish={str(overlaps).lower()}",
         "actor.max_context=512",
         "engine.max_context=512",
         "learner.total_steps=6",
@@ -26,6 +28,9 @@ def test_trains_across_updates(run_pipeline, harness, pause_mode):
     # The last is drained before the learner ends; one that is slow may have been overtaken.
     steps = [publish["step"] for line in lines for publish in line["publishes"] if publish["ok"]]
     assert steps == sorted(set(steps)) and steps[-1] == 6
+    if not overlaps:
+        assert [publish["step"] for line in lines for publish in line["publishes"]] == [1, 2, 3, 4, 5, 6]
+        assert all(line["probe_mismatch"] is not None for line in lines)
     assert max(line["probe_mismatch"] for line in lines if line["probe_mismatch"] is not None) < 1e-4
     fresh = [line["mismatch_current_version"] for line in lines if line["mismatch_current_version"] is not None]
     assert lines[0]["mismatch_current_version"] is not None
