@@ -105,3 +105,11 @@ def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, t
     one_process(tmp_path / "one-bf16", archive, model_dir, rounded)
     losses = [[line["loss"]["total"] for line in journal(tmp_path / name)] for name in ("bf16", "one-bf16")]
     assert losses[0] == pytest.approx(losses[1], abs=BF16_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_the_documented_command_trains_on_two_stages(make_archive, model_dir, torchrun, tmp_path):
+    options = [word for setting in layout(pipeline=2) for word in ("--set", setting)]
+    command = ["-m", "vagen.learner", "run", "--config", "frozenlake", "--model", model_dir, "--run-dir", tmp_path]
+    torchrun(2, *command, "--replay", make_archive(num_steps=2, batch_size=10), *options)
+    assert [line["step"] for line in journal(tmp_path)] == [0, 1]
