@@ -112,6 +112,24 @@ def test_it_holds_the_moment_it_was_begun_although_training_goes_on(bench, gate)
     assert checkpoint.write_s > 0
 
 
+def test_a_model_beside_the_policy_is_of_that_moment_too(bench, gate, model_dir):
+    """Unlike what is trained, its weights lie in no buffer of megatron's."""
+    reference, loaded = (load_models(model_dir, LearnerConfig())[0] for _ in range(2))
+    fill_all(reference, 3)
+    bench.saves.save(3, [2], {"step": 3}, {"reference": reference})
+    fill_all(reference, 4)
+    gate.set()
+    bench.saves.drain()
+    load_checkpoint(bench.folder.path_of(3), bench.trainer.model, bench.trainer, {"reference": loaded})
+    assert {value for tensor in loaded.parameters() for value in tensor.unique().tolist()} == {3.0}
+
+
+@torch.no_grad()
+def fill_all(model, value):
+    for parameter in model.parameters():
+        parameter.fill_(value)
+
+
 def test_a_poll_finishes_what_is_written(bench):
     bench.save(3)
     bench.saves.close()

@@ -77,10 +77,12 @@ def numbers(folder) -> dict[int, dict]:
 def test_a_replay_that_is_cut_off_goes_on_with_the_bits_of_one_that_was_not(replay, tmp_path, options):
     last_step = NUM_STEPS * options.get("epochs", 1)
     assert replay("whole", **options) == last_step
+    waiting = ("learner.asynchronous_checkpoints=false",)
     for num_lines in (3, 6):
         with pytest.raises(Killed):
-            replay("cut", num_lines=num_lines, **options)
-    assert replay("cut", **options) == last_step
+            replay("cut", waiting, num_lines=num_lines, **options)
+    assert replay("cut", waiting, **options) == last_step
+    assert json.loads((tmp_path / "cut" / "learner" / "ready.json").read_text())["first_step"] == 4
     whole, cut = numbers(tmp_path / "whole"), numbers(tmp_path / "cut")
     assert sorted(whole) == list(range(last_step))
     assert cut == whole
