@@ -17,7 +17,7 @@ import zmq
 from ulid import ULID
 
 from vagen.buffer.config import BufferConfig
-from vagen.buffer.connection import make_client
+from vagen.buffer.connection import TRANSIENT, make_client
 from vagen.buffer.keys import Key, Keys, Shard
 from vagen.buffer.learner_store import LearnerStore
 from vagen.buffer.requests import Put, read_request
@@ -217,7 +217,15 @@ class Service:
         return EmbeddedValkey(self.run_dir / "buffer" / "valkey")
 
     def kill_valkey(self) -> None:
-        os.kill(self.valkey.pid, signal.SIGKILL)
+        """Kill the server, or once it answers, the one that is coming up after the last kill."""
+
+        def pid() -> int | None:
+            try:
+                return self.valkey.pid
+            except TRANSIENT:
+                return None
+
+        os.kill(eventually(pid, "a Valkey to kill"), signal.SIGKILL)
 
     def kill_all(self) -> None:
         """Everything at once, as far as one can; nothing of it runs on return."""
