@@ -4,14 +4,13 @@ Owns the order of minibatches and the scaling that makes microbatches, minibatch
 rows make an optimizer step, and what the step's statistics say, does not depend on how many ranks share the batch. Does
 not own where batches come from or where weights go.
 
-Legend: N policy tokens, S segments of this rank's batch.
+Legend: N policy tokens.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,46 +18,27 @@ import torch
 from torch import Tensor
 
 from vagen.common.errors import ConfigError
-from vagen.learner.advantages.batch import AdvantageInputs, AdvantageOutputs
+from vagen.learner.advantages.batch import AdvantageOutputs
 from vagen.learner.advantages.estimate import estimate_advantages
 from vagen.learner.batching import TrainingBatch, microbatches
 from vagen.learner.config import LearnerConfig
 from vagen.learner.critic import CriticUpdate, Rates
-from vagen.learner.losses.config import ReferenceConfig
-from vagen.learner.losses.diagnostics import (
-    RatioDiagnostics,
-    explained_variance,
-    ratio_diagnostics,
-)
+from vagen.learner.losses.diagnostics import RatioDiagnostics, explained_variance, ratio_diagnostics
 from vagen.learner.losses.gain import step_gain
-from vagen.learner.losses.policy import PolicyLossInputs, policy_loss
-from vagen.learner.losses.reference import penalised_rewards, reference_loss
+from vagen.learner.losses.policy import policy_loss
+from vagen.learner.losses.reference import reference_loss
 from vagen.learner.losses.value import value_loss
-from vagen.learner.losses.weights import BehaviourWeights, behaviour_weights, loss_weights
+from vagen.learner.losses.weights import behaviour_weights
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.collectives import add_losses, gather_over_data_parallel
 from vagen.learner.model.optimizer import Trainer
-from vagen.learner.model.pipeline import outputs_of
+from vagen.learner.scoring import Scores, score
+from vagen.learner.token_data import Reduce, TokenData, advantage_inputs, row_numbers
 
-__all__ = ["PolicyUpdate", "Scores", "TokenData", "UpdateStats", "score"]
+__all__ = ["PolicyUpdate", "UpdateStats"]
 
-Reduce = Callable[[Tensor], Tensor]
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """The model's view of a batch, without gradient: logprobs, entropy, values float32 [N]; bootstrap_values [S].
-
-    reference_logprobs float32 [N] are those of the reference model, None without one.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    values: Tensor
-    bootstrap_values: Tensor
-    reference_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,51 +56,6 @@ class UpdateStats:
     explained_variance: float
     entropy: float
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-@torch.no_grad()
-def score(
-    model: VisionLanguageActorCritic,
-    batch: TrainingBatch,
-    max_tokens: int,
-    forbidden_token_ids: Tensor,
-    reference: VisionLanguageActorCritic | None = None,
-    critic: VisionLanguageActorCritic | None = None,
-) -> Scores:
-    """Log-probabilities, entropies and values of every policy token, and the values of the bootstrap prompts.
-
-    Values are those of `critic`, of the model itself without one.
-    """
-    rows = microbatches(batch.rows, batch.images, max_tokens)
-    sampling = {"temperature": batch.temperature, "forbidden_token_ids": forbidden_token_ids}
-    tokens = [torch.empty(batch.num_policy_tokens) for _ in range(3)]
-    for slots, out in outputs_of(model, rows, **sampling):
-        for target, values in zip(tokens, (out.logprobs, out.entropy, out.values), strict=True):
-            target[slots] = values
-    if critic is not None:
-        for packed, slots in microbatches(batch.valued_rows, batch.images, max_tokens):
-            tokens[2][slots] = critic(packed, values_only=True).values
-    bootstrap = torch.zeros(batch.num_segments)
-    if critic is not None:
-        valued = microbatches(batch.valued_rows, batch.images, max_tokens)
-        for slots, out in outputs_of(critic, valued, values_only=True):
-            tokens[2][slots] = out.values
-    bootstrap = torch.zeros(batch.num_segments)
-    prompts = microbatches(batch.valued_bootstrap_rows, batch.images, max_tokens)
-    for slots, out in outputs_of(critic or model, prompts, values_only=True):
-        bootstrap[slots] = out.values
-    held_to: Tensor | None = None
-    if reference is not None:
-        held_to = torch.empty(batch.num_policy_tokens)
-        for slots, out in outputs_of(reference, rows, **sampling):
-            held_to[slots] = out.logprobs
-    return Scores(
-        logprobs=tokens[0],
-        entropy=tokens[1],
-        values=tokens[2],
-        bootstrap_values=bootstrap,
-        reference_logprobs=held_to,
-    )
 
 
 class PolicyUpdate:
@@ -212,9 +147,9 @@ class PolicyUpdate:
 
     def estimate(self, batch: TrainingBatch, scores: Scores) -> TokenData:
         """Advantages, critic targets and behaviour weights of a batch: what its optimizer steps share."""
-        inputs = _advantage_inputs(batch, scores, self._config.reference)
+        inputs = advantage_inputs(batch, scores, self._config.reference)
         outputs = estimate_advantages(inputs, self._config.advantage, self._reduce)
-        sequence_ids = _sequence_ids(batch)
+        sequence_ids = row_numbers(batch)
         weights = behaviour_weights(scores.logprobs - batch.behaviour_logprobs, sequence_ids, self._config.loss)
         return TokenData(batch, scores, outputs, weights, sequence_ids)
 
@@ -386,84 +321,3 @@ class _GlobalView:
         parts = (scores.logprobs, batch.behaviour_logprobs, scores.entropy, scores.values, outputs.value_targets)
         masks = (outputs.value_mask, batch.versions != version)
         return cls(*(gather_over_data_parallel(part) for part in (*parts, *masks)))
-
-
-class TokenData:
-    """Per-token data of a batch, to be gathered for each microbatch; made by `PolicyUpdate.estimate`."""
-
-    def __init__(
-        self,
-        batch: TrainingBatch,
-        scores: Scores,
-        outputs: AdvantageOutputs,
-        weights: BehaviourWeights,
-        sequence_ids: Tensor,
-    ) -> None:
-        self.scores = scores
-        self.outputs = outputs
-        self.weights = weights
-        self._batch = batch
-        self._sequence_ids = sequence_ids
-        self._staleness = batch.staleness[batch.segment_ids]
-        self._loss_weights = torch.zeros(batch.num_policy_tokens)
-
-    def weigh(self, slots: Tensor, weighting: str, reduce: Reduce | None) -> None:
-        """Set the loss weights of a minibatch's tokens (ascending slots): shares that sum to 1 over all ranks, times
-        the weights of their trajectories.
-        """
-        turns, sequences = self._batch.turn_ids[slots], self._sequence_ids[slots]
-        units = {"token": slots, "turn": turns, "sequence": sequences}[weighting]
-        count = torch.tensor(float(torch.unique_consecutive(units).numel()), dtype=torch.float64)
-        total = int(count if reduce is None else reduce(count))
-        self._loss_weights[slots] = loss_weights(turns, sequences, weighting, total)  # type: ignore[arg-type]
-        weights = self.trajectory_weights(slots)
-        if weights is not None:
-            self._loss_weights[slots] *= weights
-
-    def trajectory_weights(self, taken: Tensor) -> Tensor | None:
-        """What the trajectories of the tokens at slots `taken` count, float32 [n]; None where all count 1."""
-        return None if self._batch.weights is None else self._batch.weights[self._batch.segment_ids[taken]]
-
-    def inputs(self, taken: Tensor, logprobs: Tensor, entropy: Tensor) -> PolicyLossInputs:
-        """Loss inputs of the tokens at slots `taken`."""
-        weights = BehaviourWeights(
-            self.weights.weights[taken], self.weights.rejected[taken], self.weights.truncated[taken]
-        )
-        return PolicyLossInputs(
-            logprobs=logprobs,
-            behaviour_logprobs=self._batch.behaviour_logprobs[taken],
-            advantages=self.outputs.advantages[taken],
-            loss_weights=self._loss_weights[taken],
-            sequence_ids=self._sequence_ids[taken],
-            proximal_logprobs=self.scores.logprobs[taken],
-            weights=weights,
-            staleness=self._staleness[taken],
-            entropy=entropy,
-        )
-
-
-def _advantage_inputs(batch: TrainingBatch, scores: Scores, reference: ReferenceConfig) -> AdvantageInputs:
-    rewards = batch.rewards
-    if scores.reference_logprobs is not None:
-        rewards = penalised_rewards(rewards, scores.logprobs, scores.reference_logprobs, reference)
-    return AdvantageInputs(
-        rewards=rewards,
-        values=scores.values,
-        behaviour_logprobs=batch.behaviour_logprobs,
-        proximal_logprobs=scores.logprobs,
-        turn_ids=batch.turn_ids,
-        segment_ids=batch.segment_ids,
-        bootstrap_values=scores.bootstrap_values,
-        group_ids=batch.group_ids,
-        num_groups=batch.num_groups,
-        task_ids=batch.task_ids,
-        num_tasks=batch.num_tasks,
-    )
-
-
-def _sequence_ids(batch: TrainingBatch) -> Tensor:
-    """The row of each policy token, int64 [N]."""
-    ids = torch.empty(batch.num_policy_tokens, dtype=torch.int64)
-    for index, row in enumerate(batch.rows):
-        ids[torch.from_numpy(row.slots)] = index
-    return ids

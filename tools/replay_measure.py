@@ -25,7 +25,9 @@ from vagen.learner.losses.diagnostics import effective_sample_size
 from vagen.learner.losses.policy import policy_loss
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.optimizer import Trainer
-from vagen.learner.update import PolicyUpdate, Scores, TokenData, score
+from vagen.learner.scoring import Scores, score
+from vagen.learner.token_data import TokenData
+from vagen.learner.update import PolicyUpdate
 
 __all__ = ["Bench", "Bucket", "Measured"]
 

@@ -15,7 +15,7 @@ from vagen.learner.losses.config import LossConfig
 from vagen.learner.losses.diagnostics import effective_sample_size
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.models import load_models
-from vagen.learner.update import _advantage_inputs
+from vagen.learner.token_data import advantage_inputs
 from vagen.tools.replay_measure import Bench
 
 STALE = np.array([1, 3, 4])
@@ -39,7 +39,7 @@ def test_the_gradient_is_that_of_the_policy_loss_of_the_parts_own_tokens(bench, 
     batch = bench.batch
     model, _ = load_models(model_dir, DEFAULT)
     advantages = estimate_advantages(
-        _advantage_inputs(batch, bench.scores, DEFAULT.reference), DEFAULT.advantage
+        advantage_inputs(batch, bench.scores, DEFAULT.reference), DEFAULT.advantage
     ).advantages
     is_stale = torch.from_numpy(np.isin(batch.segment_ids.numpy(), STALE))
     for packed, slots in microbatches(batch.rows, batch.images, 10_000):
@@ -93,7 +93,7 @@ def test_shares_are_counted_over_the_parts_own_tokens(bench):
 @pytest.mark.parametrize("name", ["bi_level_gae", "turn_wise_gae"])
 def test_the_value_error_is_against_the_corrections_own_return(bench, name):
     config = LearnerConfig(advantage=AdvantageConfig(name=name, importance_correction="none"))
-    inputs = _advantage_inputs(bench.batch, bench.scores, config.reference)
+    inputs = advantage_inputs(bench.batch, bench.scores, config.reference)
     outputs = estimate_advantages(inputs, config.advantage)
     assert outputs.value_mask.all() == (name == "bi_level_gae"), "turn_wise_gae has one target a turn"
     kept = torch.from_numpy(np.isin(bench.batch.segment_ids.numpy(), STALE)) & outputs.value_mask

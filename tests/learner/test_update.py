@@ -9,7 +9,8 @@ import torch
 
 from vagen.common.errors import TrajectoryError
 from vagen.learner.advantages.estimate import estimate_advantages
-from vagen.learner.update import _advantage_inputs, score
+from vagen.learner.scoring import score
+from vagen.learner.token_data import advantage_inputs
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -66,7 +67,7 @@ def test_a_trajectory_counts_by_its_weight_in_every_loss(make_update, batch):
 def test_the_first_loss_is_the_formula_by_hand(make_update, batch):
     update, model, forbidden = make_update(ppo_epochs=1, minibatch_rows=1000)
     scores = score(model, batch, 10_000, forbidden)
-    outputs = estimate_advantages(_advantage_inputs(batch, scores, update._config.reference), update._config.advantage)
+    outputs = estimate_advantages(advantage_inputs(batch, scores, update._config.reference), update._config.advantage)
     weight = (scores.logprobs - batch.behaviour_logprobs).exp().clamp(max=2.0)
     x = batch.behaviour_logprobs - scores.logprobs
     surrogate = -(weight * outputs.advantages).mean()

@@ -17,7 +17,9 @@ from vagen.learner.losses.config import LossConfig, ReferenceConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.models import load_models
-from vagen.learner.update import PolicyUpdate, _advantage_inputs, score
+from vagen.learner.scoring import score
+from vagen.learner.token_data import advantage_inputs
+from vagen.learner.update import PolicyUpdate
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -93,7 +95,7 @@ def test_the_reference_is_the_start_and_stays_it(make_update, batch, model_dir):
     # At the start policy and reference are one, so that nothing is penalised ...
     first = score(model, batch, 10_000, forbidden, update._reference)
     assert torch.equal(first.reference_logprobs, expected) and torch.equal(first.logprobs, expected)
-    assert torch.equal(_advantage_inputs(batch, first, HELD).rewards, batch.rewards)
+    assert torch.equal(advantage_inputs(batch, first, HELD).rewards, batch.rewards)
     # ... and training moves the one, not the other.
     stats = [update.run(batch, step=step, version=1) for step in range(2)]
     assert 0 < stats[0].losses["reference_kl"] < stats[1].losses["reference_kl"]
@@ -107,7 +109,7 @@ def test_rewards_and_loss_change_by_the_penalties(make_update, batch):
     scores = score(model, batch, 10_000, forbidden, update._reference)
     x = scores.logprobs - scores.reference_logprobs
     assert float(x.abs().max()) > 0.01
-    assert torch.equal(_advantage_inputs(batch, scores, HELD).rewards, batch.rewards - 0.5 * x)
+    assert torch.equal(advantage_inputs(batch, scores, HELD).rewards, batch.rewards - 0.5 * x)
 
     losses = update.run(batch, step=0, version=1).losses
 
