@@ -18,7 +18,7 @@ from vagen.learner.config import BroadcastConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 TIMEOUT_S, MARGIN_S = 6.0, 4.0
-STOPS = [
+POINTS = [
     "/init_weights_update_group",
     "/pause_generation",
     "/begin_weight_update",
@@ -27,9 +27,6 @@ STOPS = [
     "/end_weight_update done",
     "/continue_generation",
 ]
-KILLS = ["/init_weights_update_group", "bucket 2", "/continue_generation"]
-"""After each of these SGLang starts anew, which takes up to a minute."""
-CASES = [(point, signal.SIGSTOP) for point in STOPS] + [(point, signal.SIGKILL) for point in KILLS]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +82,8 @@ def lose_in_a_publish(fleet, lab, survivor, victim, proxy, point, number):
     return model
 
 
-@pytest.mark.parametrize(("point", "number"), CASES)
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize("point", POINTS)
 def test_a_lost_sglang_costs_the_time_out_and_rejoins_by_checksum(
     start_sglang, tiny_model, lab, fleet, local, behind_proxy, point, number
 ):
@@ -139,7 +137,13 @@ def lose_trainer(lab, tiny_model, tmp_path):
 
 @pytest.mark.parametrize(
     ("point", "version"),
-    [("/pause_generation done", "6"), ("bucket 2", INCOMPLETE_VERSION), ("/end_weight_update done", "7")],
+    [
+        ("/pause_generation done", "6"),
+        ("/begin_weight_update done", INCOMPLETE_VERSION),
+        ("bucket 2", INCOMPLETE_VERSION),
+        ("/end_weight_update done", "7"),
+        ("/continue_generation", "7"),
+    ],
 )
 def test_sglang_whose_trainer_dies_goes_on_by_itself(
     start_sglang, tiny_model, lab, fleet, behind_proxy, lose_trainer, point, version
@@ -159,10 +163,15 @@ def test_sglang_whose_trainer_dies_goes_on_by_itself(
     lab.assert_serves(engine, model, fleet.publisher.version)
 
 
-def test_sglang_that_waits_for_a_trainer_that_hangs_is_ended(start_sglang, tiny_model, lab, behind_proxy, lose_trainer):
+@pytest.mark.parametrize(
+    ("point", "number"), [("bucket 2", signal.SIGSTOP), ("/init_weights_update_group", signal.SIGKILL)]
+)
+def test_sglang_that_waits_for_a_trainer_in_vain_is_ended(
+    start_sglang, tiny_model, lab, behind_proxy, lose_trainer, point, number
+):
     """Its supervisor starts it anew: SGLang has no way to give up a wait."""
     engine = start_sglang(*tiny_model)
-    lose_trainer(*behind_proxy(engine), "bucket 2", signal.SIGSTOP)
+    lose_trainer(*behind_proxy(engine), point, number)
     start = time.monotonic()
     assert engine.process.wait(120) == 1
     assert time.monotonic() - start < 3 * lab.sglang_pause_timeout_s + MARGIN_S
