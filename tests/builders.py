@@ -1,4 +1,4 @@
-"""Builders that fixtures, and the worker processes of tests, share. Loaded by path, since tests are no package."""
+"""Builders that fixtures, and the worker processes of tests, share."""
 
 from __future__ import annotations
 
@@ -66,3 +66,37 @@ def make_trajectory(version: int | list[int] = 1, num_bytes: int = 3000, **field
         "images": {name: image},
     }
     return Trajectory(**(values | fields))
+
+
+def make_text_trajectory(task_index: int = 0, num_tokens: int = 8) -> Trajectory:
+    """A valid trajectory of one turn without images: all tokens but the first are sampled, by policy version 3."""
+    mask = np.ones(num_tokens, np.uint8)
+    mask[0] = 0
+    row = Row(
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        policy_mask=mask,
+        behaviour_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        turn_index=np.where(mask, 0, -1).astype(np.int16),
+    )
+    return Trajectory(
+        trajectory_id=str(ULID()),
+        run_id="run",
+        actor_id="a",
+        actor_seq=1,
+        episode_id=str(ULID()),
+        task="t",
+        task_index=task_index,
+        seed=1,
+        group_id="g",
+        env_name="e",
+        harness_name="h",
+        splits_episode_across_rows=False,
+        sampling=SamplingParams(),
+        engine=EngineIdentity(kind="local", incarnation="i", model_hash="m", tokenizer_hash="t"),
+        rows=(row,),
+        turns=(Turn(index=0, row=0, start=1, end=num_tokens, format_ok=True, action_valid=True),),
+        rewards=(RewardEntry(component="task", row=0, token=num_tokens - 1, value=1.0),),
+        end=End.TERMINATED,
+        success=True,
+    )

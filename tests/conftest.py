@@ -1,8 +1,7 @@
-"""Fixtures that several areas share. Builders come as fixtures, since tests are no package to import from."""
+"""Fixtures that several areas share."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -10,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests import builders
+from tests.power_cut import PowerCut, build_shim
 from vagen.buffer.server import EmbeddedValkey
 from vagen.common.trajectory import Trajectory
 
@@ -29,31 +29,21 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def load(name: str) -> ModuleType:
-    """A module of this folder, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"vagen_test_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def make_trajectory() -> Callable[..., Trajectory]:
     """See `builders.py`."""
-    return load("builders").make_trajectory
+    return builders.make_trajectory
 
 
 @pytest.fixture(scope="session")
 def power_cut_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return load("power_cut").build_shim(tmp_path_factory.mktemp("shim"))
+    return build_shim(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture
-def power_cut(power_cut_library: Path, tmp_path: Path) -> Any:
+def power_cut(power_cut_library: Path, tmp_path: Path) -> PowerCut:
     """Cuts the files of processes that were started with its `environment`; see `power_cut.py`."""
-    return load("power_cut").PowerCut(power_cut_library, tmp_path / "sync.log")
+    return PowerCut(power_cut_library, tmp_path / "sync.log")
 
 
 class RedisServer(EmbeddedValkey):

@@ -1,7 +1,4 @@
-"""Stand-ins on real sockets for what the real part makes slow or cannot be told to do: scripted answers, faults.
-
-Loaded by path (see `tests/actor/conftest.py`), since tests are no package.
-"""
+"""Stand-ins on real sockets for what the real part makes slow or cannot be told to do: scripted answers, faults."""
 
 from __future__ import annotations
 

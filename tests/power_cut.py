@@ -4,7 +4,7 @@ The library notes, at every completed fsync or fdatasync, how long the file was,
 when the call began. `PowerCut.apply` puts a folder back to that: it truncates files to what was flushed and removes
 names that their directory had not flushed. What was overwritten in place counts as written.
 
-kill -9 alone proves nothing about flushing, since the page cache survives it. Loaded by path (see `conftest.py`).
+kill -9 alone proves nothing about flushing, since the page cache survives it.
 """
 
 from __future__ import annotations

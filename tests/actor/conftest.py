@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests import fakes as stand_ins
 from vagen.actor.rendering import ChatRenderer
 
 CHAT_TEMPLATE = """\
@@ -42,13 +41,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 @pytest.fixture(scope="session")
 def fakes() -> ModuleType:
-    path = Path(__file__).parents[1] / "fakes.py"
-    spec = importlib.util.spec_from_file_location("vagen_test_fakes", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return stand_ins
 
 
 @pytest.fixture(scope="session")

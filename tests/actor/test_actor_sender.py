@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -12,23 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.builders import make_text_trajectory
 from vagen.actor.sender import Presence, Sender
 from vagen.actor.spool import Spool
 from vagen.common.errors import BufferUnavailableError, ConfigError
 from vagen.common.metrics import Metrics
 from vagen.common.trajectory import Trajectory
 from vagen.common.wire import EngineAnnouncement, Kind, TaskGrant
-
-MakeTrajectory = Callable[..., Trajectory]
-
-
-@pytest.fixture(scope="module")
-def make_trajectory() -> MakeTrajectory:
-    spec = importlib.util.spec_from_file_location("spool_tests", Path(__file__).with_name("test_actor_spool.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_trajectory
 
 
 @asynccontextmanager
@@ -53,13 +42,11 @@ async def sending(url: str, folder: Path, *, window: int = 4, heartbeat_s: float
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://[::1]:*"])
-def test_what_is_put_is_journalled_sent_acked_and_forgotten(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory, endpoint: str
-) -> None:
+def test_what_is_put_is_journalled_sent_acked_and_forgotten(fakes: ModuleType, tmp_path: Path, endpoint: str) -> None:
     async def main() -> None:
         async with fakes.ScriptedIngest(endpoint) as ingest, sending(ingest.endpoint, tmp_path) as parts:
             sender, spool, _, fate = parts
-            trajectories = [make_trajectory(i) for i in range(20)]
+            trajectories = [make_text_trajectory(i) for i in range(20)]
             await sender.wait_for_buffer(5.0)
             await asyncio.gather(*map(sender.put, trajectories))
             assert await sender.flush(10.0)
@@ -72,15 +59,13 @@ def test_what_is_put_is_journalled_sent_acked_and_forgotten(
     asyncio.run(main())
 
 
-def test_at_most_a_window_is_unacked_and_the_order_is_kept(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory
-) -> None:
+def test_at_most_a_window_is_unacked_and_the_order_is_kept(fakes: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
         async with fakes.ScriptedIngest(acks=False) as ingest, sending(ingest.endpoint, tmp_path, window=3) as parts:
             sender, spool, _, _ = parts
             await sender.wait_for_buffer(5.0)
             for i in range(8):
-                await sender.put(make_trajectory(i))
+                await sender.put(make_text_trajectory(i))
             await ingest.until(lambda: len(ingest.puts) == 3)
             beats = len(ingest.heartbeats)
             await ingest.until(lambda: len(ingest.heartbeats) >= beats + 3)
@@ -92,18 +77,16 @@ def test_at_most_a_window_is_unacked_and_the_order_is_kept(
     asyncio.run(main())
 
 
-def test_everything_unacked_is_sent_again_after_the_ingest_restarts(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory
-) -> None:
+def test_everything_unacked_is_sent_again_after_the_ingest_restarts(fakes: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
         async with fakes.ScriptedIngest(acks=False) as first:
             context = sending(first.endpoint, tmp_path)
             sender, spool, _, fate = await context.__aenter__()
             await sender.wait_for_buffer(5.0)
             for i in range(6):
-                await sender.put(make_trajectory(i))
+                await sender.put(make_text_trajectory(i))
             await first.until(lambda: len(first.puts) == 4)
-        await sender.put(make_trajectory(6))  # while there is no buffer
+        await sender.put(make_text_trajectory(6))  # while there is no buffer
         async with fakes.ScriptedIngest(first.endpoint) as second:
             assert await sender.flush(20.0)
             assert [second.stored[key].actor_seq for key in second.puts] == [1, 2, 3, 4, 5, 6, 7]
@@ -113,11 +96,9 @@ def test_everything_unacked_is_sent_again_after_the_ingest_restarts(
     asyncio.run(main())
 
 
-def test_a_new_process_sends_what_the_last_one_left(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory
-) -> None:
+def test_a_new_process_sends_what_the_last_one_left(fakes: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
-        left = [make_trajectory(i) for i in range(3)]
+        left = [make_text_trajectory(i) for i in range(3)]
         async with fakes.ScriptedIngest(acks=False) as ingest, sending(ingest.endpoint, tmp_path) as (sender, *_):
             await sender.wait_for_buffer(5.0)
             for trajectory in left:
@@ -132,7 +113,7 @@ def test_a_new_process_sends_what_the_last_one_left(
 
 
 def test_a_refused_trajectory_is_dropped_and_counted_with_its_reason(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory, caplog: pytest.LogCaptureFixture
+    fakes: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(trajectory: Trajectory) -> tuple[str, str] | None:
         return ("policy_versions", "too old") if trajectory.task_index == 1 else None
@@ -142,7 +123,7 @@ def test_a_refused_trajectory_is_dropped_and_counted_with_its_reason(
             sender, spool, _, fate = parts
             await sender.wait_for_buffer(5.0)
             for i in range(3):
-                await sender.put(make_trajectory(i))
+                await sender.put(make_text_trajectory(i))
             assert await sender.flush(10.0)
             assert (fate("acked"), fate("refused"), spool.in_flight) == (2, 1, 0)
             assert spool.entries() == []
@@ -219,9 +200,7 @@ def test_a_malformed_address_is_a_config_error(tmp_path: Path) -> None:
         asyncio.run(main())
 
 
-def test_bytes_that_are_no_message_change_nothing(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory
-) -> None:
+def test_bytes_that_are_no_message_change_nothing(fakes: ModuleType, tmp_path: Path) -> None:
     hostile = [
         [b"A", b"short"],
         [b"A"],
@@ -238,16 +217,14 @@ def test_bytes_that_are_no_message_change_nothing(
             ingest._answer = lambda kind, frames: [*(hostile if kind == Kind.HEARTBEAT else ()), *answer(kind, frames)]
             async with sending(ingest.endpoint, tmp_path) as (sender, spool, _, fate):
                 await sender.wait_for_buffer(5.0)
-                await sender.put(make_trajectory())
+                await sender.put(make_text_trajectory())
                 assert await sender.flush(10.0)
                 assert (fate("acked"), spool.in_flight) == (1, 0)
 
     asyncio.run(main())
 
 
-def test_nothing_piles_up_in_the_socket_while_there_is_no_buffer(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory
-) -> None:
+def test_nothing_piles_up_in_the_socket_while_there_is_no_buffer(fakes: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
         async with fakes.ScriptedIngest() as first:
             context = sending(first.endpoint, tmp_path, heartbeat_s=0.01)
@@ -255,7 +232,7 @@ def test_nothing_piles_up_in_the_socket_while_there_is_no_buffer(
             await sender.wait_for_buffer(5.0)
         await asyncio.sleep(0.5)  # fifty heartbeats' time, which nobody hears
         for i in range(3):
-            await sender.put(make_trajectory(i))
+            await sender.put(make_text_trajectory(i))
         async with fakes.ScriptedIngest(first.endpoint) as second:
             assert await sender.flush(20.0)
             assert len(second.heartbeats) < 20
@@ -266,7 +243,7 @@ def test_nothing_piles_up_in_the_socket_while_there_is_no_buffer(
 
 
 def test_one_whose_answer_was_lost_on_a_standing_connection_is_sent_again(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory, monkeypatch: pytest.MonkeyPatch
+    fakes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vagen.actor.sender._RESEND_S", 0.2)
 
@@ -274,7 +251,7 @@ def test_one_whose_answer_was_lost_on_a_standing_connection_is_sent_again(
         async with fakes.ScriptedIngest(acks=False) as ingest, sending(ingest.endpoint, tmp_path) as parts:
             sender, *_ = parts
             await sender.wait_for_buffer(5.0)
-            await sender.put(make_trajectory())
+            await sender.put(make_text_trajectory())
             await ingest.until(lambda: len(ingest.puts) == 1)
             ingest.acks = True
             assert await sender.flush(10.0)
@@ -284,7 +261,7 @@ def test_one_whose_answer_was_lost_on_a_standing_connection_is_sent_again(
 
 
 def test_a_silent_peer_is_connected_to_again(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory, monkeypatch: pytest.MonkeyPatch
+    fakes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vagen.actor.sender._SILENCE_S", 0.3)
 
@@ -300,20 +277,18 @@ def test_a_silent_peer_is_connected_to_again(
                 return replies if seen.count(Kind.PUT.value) > 1 else []
 
             ingest._answer = mute_at_first
-            await sender.put(make_trajectory())
+            await sender.put(make_text_trajectory())
             assert await sender.flush(10.0)
             assert len(ingest.puts) == 2 and len(ingest.stored) == 1
 
     asyncio.run(main())
 
 
-def test_a_cancelled_put_is_sent_all_the_same(
-    fakes: ModuleType, tmp_path: Path, make_trajectory: MakeTrajectory
-) -> None:
+def test_a_cancelled_put_is_sent_all_the_same(fakes: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
         async with fakes.ScriptedIngest() as ingest, sending(ingest.endpoint, tmp_path) as (sender, spool, *_):
             await sender.wait_for_buffer(5.0)
-            putting = asyncio.create_task(sender.put(make_trajectory()))
+            putting = asyncio.create_task(sender.put(make_text_trajectory()))
             await asyncio.sleep(0)
             putting.cancel()
             await ingest.until(lambda: len(ingest.stored) == 1)

@@ -11,51 +11,19 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from ulid import ULID
 
+from tests.builders import make_text_trajectory
 from vagen.actor.service import choose_endpoint
 from vagen.actor.spool import Spool
 from vagen.common.errors import ConfigError, TrajectoryError
-from vagen.common.trajectory import End, EngineIdentity, RewardEntry, Row, SamplingParams, Trajectory, Turn
+from vagen.common.trajectory import Trajectory
 from vagen.common.validation import validate_trajectory
 from vagen.common.wire import check_payload, decode_envelope, decode_trajectory, encode_trajectory
 
 MANY = 1 << 30
-
-
-def make_trajectory(task_index: int = 0, num_tokens: int = 8) -> Trajectory:
-    mask = np.ones(num_tokens, np.uint8)
-    mask[0] = 0
-    row = Row(
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        policy_mask=mask,
-        behaviour_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
-        policy_versions=np.where(mask, 3, -1).astype(np.int32),
-        turn_index=np.where(mask, 0, -1).astype(np.int16),
-    )
-    return Trajectory(
-        trajectory_id=str(ULID()),
-        run_id="run",
-        actor_id="a",
-        actor_seq=1,
-        episode_id=str(ULID()),
-        task="t",
-        task_index=task_index,
-        seed=1,
-        group_id="g",
-        env_name="e",
-        harness_name="h",
-        splits_episode_across_rows=False,
-        sampling=SamplingParams(),
-        engine=EngineIdentity(kind="local", incarnation="i", model_hash="m", tokenizer_hash="t"),
-        rows=(row,),
-        turns=(Turn(index=0, row=0, start=1, end=num_tokens, format_ok=True, action_valid=True),),
-        rewards=(RewardEntry(component="task", row=0, token=num_tokens - 1, value=1.0),),
-        end=End.TERMINATED,
-        success=True,
-    )
+TESTS = Path(__file__).parents[1]
 
 
 def key_of(trajectory: Trajectory) -> bytes:
@@ -66,7 +34,7 @@ def test_sequences_and_identity_outlive_the_process_and_the_rows(tmp_path: Path)
     async def main() -> None:
         spool = Spool(tmp_path, "run", MANY)
         actor_id = spool.actor_id
-        trajectories = [make_trajectory(i) for i in range(5)]
+        trajectories = [make_text_trajectory(i) for i in range(5)]
         entries = await asyncio.gather(*map(spool.journal, trajectories))
         assert sorted(entry.actor_seq for entry in entries) == [1, 2, 3, 4, 5]
         for trajectory in trajectories:
@@ -76,7 +44,7 @@ def test_sequences_and_identity_outlive_the_process_and_the_rows(tmp_path: Path)
 
         spool = Spool(tmp_path, "run", MANY)
         assert (spool.actor_id, spool.journalled, spool.in_flight, spool.num_bytes) == (actor_id, 5, 0, 0)
-        assert (await spool.journal(make_trajectory())).actor_seq == 6
+        assert (await spool.journal(make_text_trajectory())).actor_seq == 6
         await spool.close()
 
     asyncio.run(main())
@@ -85,7 +53,7 @@ def test_sequences_and_identity_outlive_the_process_and_the_rows(tmp_path: Path)
 def test_what_is_unacked_is_found_again_as_it_was_sent(tmp_path: Path) -> None:
     async def main() -> None:
         spool = Spool(tmp_path, "run", MANY)
-        trajectories = [make_trajectory(i) for i in range(3)]
+        trajectories = [make_text_trajectory(i) for i in range(3)]
         frames = [await spool.load((await spool.journal(t)).actor_seq) for t in trajectories]
         spool.release(key_of(trajectories[1]))
         await spool.close()
@@ -108,7 +76,7 @@ def test_what_is_unacked_is_found_again_as_it_was_sent(tmp_path: Path) -> None:
 def test_what_memory_has_no_room_for_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         spool = Spool(tmp_path, "run", MANY)
-        trajectories = [make_trajectory(i, num_tokens=400) for i in range(6)]
+        trajectories = [make_text_trajectory(i, num_tokens=400) for i in range(6)]
         entries = [await spool.journal(trajectory) for trajectory in trajectories]
         # Room for two: the oldest, which are sent first, and as they go, no other's frames.
         assert list(spool._kept) == [1, 2]
@@ -120,7 +88,7 @@ def test_what_memory_has_no_room_for_is_read_back(tmp_path: Path, monkeypatch: p
         assert (spool._kept, spool._kept_bytes) == ({}, 0)
         await spool.close()
 
-    size = len(encode_trajectory(make_trajectory(num_tokens=400))[1])
+    size = len(encode_trajectory(make_text_trajectory(num_tokens=400))[1])
     monkeypatch.setattr("vagen.actor.spool._KEPT_BYTES", 2 * size + size // 2)
     asyncio.run(main())
 
@@ -135,7 +103,7 @@ def test_a_payload_is_written_about_once(tmp_path: Path) -> None:
         spool = Spool(tmp_path, "run", MANY)
         num_bytes, before = 0, written()
         for start in range(0, 400, 8):
-            trajectories = [make_trajectory(start + i, num_tokens=20_000) for i in range(8)]
+            trajectories = [make_text_trajectory(start + i, num_tokens=20_000) for i in range(8)]
             entries = await asyncio.gather(*map(spool.journal, trajectories))
             num_bytes += sum(entry.num_bytes for entry in entries)
             for trajectory in trajectories:
@@ -149,7 +117,7 @@ def test_a_payload_is_written_about_once(tmp_path: Path) -> None:
 def test_it_is_full_by_bytes(tmp_path: Path) -> None:
     async def main() -> None:
         spool = Spool(tmp_path, "run", 2000)
-        trajectory = make_trajectory(num_tokens=200)
+        trajectory = make_text_trajectory(num_tokens=200)
         await spool.journal(trajectory)
         assert spool.is_full
         spool.release(key_of(trajectory))
@@ -165,9 +133,9 @@ def test_one_too_large_is_refused_and_takes_no_number(tmp_path: Path, monkeypatc
     async def main() -> None:
         spool = Spool(tmp_path, "run", MANY)
         outcomes = await asyncio.gather(
-            spool.journal(make_trajectory()),
-            spool.journal(make_trajectory(num_tokens=4000)),
-            spool.journal(make_trajectory()),
+            spool.journal(make_text_trajectory()),
+            spool.journal(make_text_trajectory(num_tokens=4000)),
+            spool.journal(make_text_trajectory()),
             return_exceptions=True,
         )
         assert [getattr(outcome, "actor_seq", None) for outcome in outcomes] == [1, None, 2]
@@ -208,39 +176,38 @@ def test_a_file_that_is_no_spool_is_named(tmp_path: Path) -> None:
 def test_a_failing_disk_reaches_the_caller(tmp_path: Path) -> None:
     async def main() -> None:
         spool = Spool(tmp_path, "run", MANY)
-        await spool.journal(make_trajectory())
+        await spool.journal(make_text_trajectory())
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
         try:
             with pytest.raises(ConfigError, match="cannot be written"):
-                await spool.journal(make_trajectory())
+                await spool.journal(make_text_trajectory())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         # The disk has room again, but what was written of the last one is in the way.
         with pytest.raises(ConfigError, match="cannot be written"):
-            await spool.journal(make_trajectory())
+            await spool.journal(make_text_trajectory())
         await spool.close()
         spool = Spool(tmp_path, "run", MANY)
         assert [entry.actor_seq for entry in spool.entries()] == [1]
-        assert (await spool.journal(make_trajectory())).actor_seq == 2
+        assert (await spool.journal(make_text_trajectory())).actor_seq == 2
         await spool.close()
 
     asyncio.run(main())
 
 
 _WRITER = """
-    import asyncio, importlib.util, sys
+    import asyncio, sys
     from pathlib import Path
     import vagen.actor.journal
     from vagen.actor.spool import Spool
 
-    spec = importlib.util.spec_from_file_location("here", sys.argv[1])
-    here = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(here)
+    sys.path.append(sys.argv[1])
+    from builders import make_text_trajectory
 
     async def produce(spool, worker):
         for index in range(10**6):
-            trajectory = here.make_trajectory(worker, num_tokens=500 + 1000 * worker)
+            trajectory = make_text_trajectory(worker, num_tokens=500 + 1000 * worker)
             entry = await spool.journal(trajectory)
             print("journalled", entry.actor_seq, trajectory.trajectory_id, flush=True)
             if index % 3 == 2:
@@ -264,7 +231,7 @@ def test_nothing_that_was_journalled_is_lost_to_kill_9(tmp_path: Path) -> None:
     told: dict[int, str] = {}
     released: set[int] = set()
     for _ in range(6):
-        command = [sys.executable, "-c", textwrap.dedent(_WRITER), __file__, str(tmp_path / "data")]
+        command = [sys.executable, "-c", textwrap.dedent(_WRITER), str(TESTS), str(tmp_path / "data")]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
             lines = [writer.stdout.readline() for _ in range(rng.randint(1, 60))]
@@ -302,7 +269,7 @@ def test_nothing_that_was_journalled_is_lost_to_kill_9(tmp_path: Path) -> None:
 
 def told_before_the_power_cut(power_cut: Any, folder: Path, *weakened: str) -> set[int]:
     """Sequence numbers that a writer reported, whose files are then cut to what had been flushed."""
-    command = [sys.executable, "-c", textwrap.dedent(_WRITER), __file__, str(folder / "actor" / "data"), *weakened]
+    command = [sys.executable, "-c", textwrap.dedent(_WRITER), str(TESTS), str(folder / "actor" / "data"), *weakened]
     environment = {**os.environ, **power_cut.environment}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
         assert writer.stdout is not None
@@ -347,7 +314,7 @@ def test_what_is_in_flight_stays_with_its_shard(tmp_path: Path) -> None:
     async def main() -> None:
         spool = Spool(tmp_path, "run", MANY)
         spool.assign((1, 3))
-        entry = await spool.journal(make_trajectory())
+        entry = await spool.journal(make_text_trajectory())
         with pytest.raises(ConfigError, match="1 trajectories .* shard 1 of 3 .* this is shard 0 of 3"):
             spool.assign((0, 3))
         await spool.close()

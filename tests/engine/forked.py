@@ -1,4 +1,4 @@
-"""Runs `script` with `arguments`, its output in `log`: names that `conftest.ForkedScript` sets before it runs this."""
+"""Runs `script` with `arguments`, its output in `log`: names that `starters.ForkedScript` sets before it runs this."""
 
 import os
 import runpy

@@ -1,7 +1,4 @@
-"""Tiny models with tokenizers for the engines under test, and transformers' own forward pass as the reference.
-
-Loaded by path (see `tests/engine/conftest.py`), since tests are no package.
-"""
+"""Tiny models with tokenizers for the engines under test, and transformers' own forward pass as the reference."""
 
 from __future__ import annotations
 

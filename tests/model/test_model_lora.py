@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.model import lora_worker
 from vagen.common.errors import CheckpointError, ConfigError
 from vagen.learner.model import parallel
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
@@ -22,7 +22,7 @@ from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.lora import AdapterOptions, adapted_layers, is_adapter
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 
-WORKER = Path(__file__).with_name("lora_worker.py")
+WORKER = Path(lora_worker.__file__)
 ADAPTER = AdapterOptions(rank=4, alpha=8.0)
 OPTIONS = ModelOptions(adapter=ADAPTER)
 HEAD = ["value_head.weight", "value_head.bias"]
@@ -187,12 +187,8 @@ def test_two_tensor_parallel_ranks_equal_one(
     save_vl(tied=True, name="vl")
     batch = pack(vl_rows)
     torch.save(batch, tmp_path / "batch.pt")
-    spec = importlib.util.spec_from_file_location("lora_worker", WORKER)
-    assert spec is not None and spec.loader is not None
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
     assert parallel.topology().tp_size == 1
-    one = worker.run(tmp_path, batch)
+    one = lora_worker.run(tmp_path, batch)
     torchrun(2, WORKER, tmp_path)
     two = torch.load(tmp_path / "result.pt", weights_only=False)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
@@ -203,7 +199,7 @@ def test_two_tensor_parallel_ranks_equal_one(
             torch.testing.assert_close(two[key][name], expected, rtol=1e-4, atol=5e-5)
     for name, expected in one["merged"].items():
         torch.testing.assert_close(two["resumed"][name], expected, rtol=1e-5, atol=1e-6)
-    model = _load(tmp_path / "vl", worker.OPTIONS)
+    model = _load(tmp_path / "vl", lora_worker.OPTIONS)
     load_checkpoint(tmp_path / "own-2", model, Trainer(model, AdamOptions()))
     for name, found in model.export_hf_state().items():
         torch.testing.assert_close(found, two["merged"][name], rtol=1e-5, atol=1e-6)

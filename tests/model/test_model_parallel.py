@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.model import rank_worker
 from vagen.common.errors import ConfigError
 from vagen.learner.layout import ParallelLayout
 from vagen.learner.model import parallel
@@ -19,15 +19,7 @@ from vagen.learner.model.batch import PackedBatch
 from vagen.learner.model.checkpoint_io import load_checkpoint
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 
-WORKER = Path(__file__).with_name("rank_worker.py")
-
-
-def _worker() -> Any:
-    spec = importlib.util.spec_from_file_location("rank_worker", WORKER)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+WORKER = Path(rank_worker.__file__)
 
 
 def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol: float) -> None:
@@ -49,7 +41,7 @@ def test_two_ranks_equal_one(
     hf, _ = request.getfixturevalue(f"save_{family}")(tied=True, name="vl", num_layers=4)
     batches = [pack(vl_rows[:2]), pack(vl_rows[2:])]
     torch.save(batches, tmp_path / "batches.pt")
-    one = _worker().run(tmp_path, batches, parallel.topology())
+    one = rank_worker.run(tmp_path, batches, parallel.topology())
     torchrun(2, WORKER, tmp_path)
 
     for layout in ("tp2-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2"):
