@@ -25,6 +25,11 @@ class CheckpointFolder:
         self._path = path
         self._keep = keep
 
+    @classmethod
+    def of_run(cls, run_dir: Path, keep: int) -> CheckpointFolder:
+        """Where the learner of a run keeps them."""
+        return cls(run_dir / "learner" / "checkpoints", keep)
+
     def path_of(self, step: int) -> Path:
         """Where the checkpoint goes that is taken before learner step `step`."""
         return self._path / f"step-{step:08d}"

@@ -71,7 +71,9 @@ def run(
 
     try:
         recipe = read_recipe(config, set_ or [])
-        _check_layout(section(recipe, "learner", LearnerConfig), model)
+        learner = section(recipe, "learner", LearnerConfig)
+        _check_layout(learner, model)
+        _check_checkpoint(learner, model, run_dir)
         settings = section(recipe, "run", RunConfig)
         vision_tokens(model)
         log = run_dir / "learner" / "learner.log"
@@ -115,6 +117,16 @@ def _check_layout(config: LearnerConfig, model: Path) -> None:
     )
     config.layout.require_batch(config.batch_size, world_size)
     config.layout.require_model(read_model_json(model / "config.json"), model / "config.json")
+
+
+def _check_checkpoint(config: LearnerConfig, model: Path, run_dir: Path) -> None:
+    """Of another model, it is refused before anybody waits for torch."""
+    from vagen.learner.checkpoint_match import require_matching_checkpoint
+    from vagen.learner.checkpoints import CheckpointFolder
+
+    newest = CheckpointFolder.of_run(run_dir, config.keep_checkpoints).newest()
+    if newest is not None:
+        require_matching_checkpoint(newest, model, config)
 
 
 def _train(

@@ -154,7 +154,7 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
         parallel_session(config.layout, seed=run.seed + 1) as topology,
     ):
         model, trainer, update = _make_update(run, config, model_dir, preparer.forbidden_token_ids, topology)
-        checkpoints = CheckpointFolder(folder / "checkpoints", config.keep_checkpoints)
+        checkpoints = CheckpointFolder.of_run(run_dir, config.keep_checkpoints)
         if topology.rank == 0:
             checkpoints.clear_incomplete()
         first_step, probe = 0, None

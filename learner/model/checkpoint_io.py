@@ -11,7 +11,6 @@ not decide when to save, and does not delete.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from transformers import AutoConfig
 
 from vagen.common.errors import CheckpointError
+from vagen.learner.checkpoint_match import COMPANIONS, read_checkpoint_json, write_checkpoint_json
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.checkpoint_writer import StateWriter, root_cause
 from vagen.learner.model.cpu_compat import compute_device, cuda_as_cpu
@@ -48,9 +48,6 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_RECORD_FILE = "learner.json"
-_COMPANIONS = "model"
-_FORMAT = 1
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -110,9 +107,9 @@ def begin_checkpoint(
     try:
         if dist.get_rank() == 0:
             content.mkdir()
-            (target / _RECORD_FILE).write_text(json.dumps(_new_record(model, extra, beside), indent=2))
-            (target / _COMPANIONS).mkdir()
-            copy_companions(model.source_dir, target / _COMPANIONS)
+            write_checkpoint_json(target, _new_record(model, extra, beside))
+            (target / COMPANIONS).mkdir()
+            copy_companions(model.source_dir, target / COMPANIONS)
         dist.barrier()
         with cuda_as_cpu():
             state = _sharded_state(model, trainer, beside, with_generators=True, is_loading=False)
@@ -138,7 +135,6 @@ def _unwritten(path: Path, error: Exception) -> CheckpointError:
 
 def _new_record(model: VisionLanguageActorCritic, extra: Mapping[str, Any], beside: Beside) -> dict[str, Any]:
     return {
-        "format": _FORMAT,
         "model": _fingerprint(model),
         "bf16": model.config.bf16,
         "base_model": model.base_model,
@@ -150,7 +146,8 @@ def _new_record(model: VisionLanguageActorCritic, extra: Mapping[str, Any], besi
 
 def read_record(path: str | Path) -> dict[str, Any]:
     """The `extra` of a checkpoint, without reading tensors. Raises CheckpointError where there is no checkpoint."""
-    return _record(Path(path))["extra"]
+    extra: dict[str, Any] = read_checkpoint_json(Path(path))["extra"]
+    return extra
 
 
 def load_checkpoint(
@@ -161,7 +158,7 @@ def load_checkpoint(
 
     Collective over all ranks. Raises CheckpointError where the checkpoint is missing or belongs to another model.
     """
-    record = _record(Path(path))
+    record = read_checkpoint_json(Path(path))
     if record["model"] != _fingerprint(model):
         raise CheckpointError(f"{path}: does not match the model: saved from {record['model']}")
     if record.get("beside", []) != sorted(beside):
@@ -187,8 +184,8 @@ def load_model(path: str | Path) -> tuple[VisionLanguageActorCritic, dict[str, A
 
     Collective over all ranks. Raises CheckpointError where the checkpoint is missing or not whole.
     """
-    record = _record(Path(path))
-    source = Path(path) / _COMPANIONS
+    record = read_checkpoint_json(Path(path))
+    source = Path(path) / COMPANIONS
     kind = record["model"]
     options = ModelOptions(bf16=record["bf16"], value_bins=kind.get("value_bins"))
     if "value_range" in kind:
@@ -215,16 +212,6 @@ def _load_state(
     except (CheckpointingException, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path}: does not match the model: {error}") from error
     return state
-
-
-def _record(path: Path) -> dict[str, Any]:
-    file = path / _RECORD_FILE
-    if not file.is_file():
-        raise CheckpointError(f"{file}: no such file; {path} is not a complete checkpoint")
-    record: dict[str, Any] = json.loads(file.read_text())
-    if record.get("format") != _FORMAT:
-        raise CheckpointError(f"{file}: format must be {_FORMAT}, got {record.get('format')}")
-    return record
 
 
 def _fingerprint(model: VisionLanguageActorCritic) -> dict[str, Any]:
