@@ -17,7 +17,7 @@ from vagen.common.config import RunConfig
 
 CLIENT_COMMANDS = frozenset(
     "blpop eval evalsha evalsha_ro exec get hdel hget hgetall hincrby hkeys hlen hmget hset hvals incrby lrange mget"
-    " multi ping script|load set zcard zcount zrange".split()
+    " multi ping script|load set time zcard zcount zrange".split()
 )
 """What buffer, learner and `vagen buffer` send themselves."""
 CLUSTER_COMMANDS = frozenset({"cluster|slots"})

@@ -1,8 +1,9 @@
 """How many episodes may start: the pacing rule, pure, and the state it is applied to, read from Redis.
 
-    credits = min(C_max - running, min(max_staleness + 1, steps left) * B - (ready + claimed_not_trained + running))
+    credits = min(C_max - running, min(max_staleness + 1, steps left) * B - (stored + claimed_not_trained + running))
 
-Nor does an actor start episodes whose engines all have late weights: when trained on, they would be too old.
+With the order `freshest`, which leaves the older behind, no more than will be taken: `vagen.buffer.tempo`. Nor does an
+actor start episodes whose engines all have late weights: when trained on, they would be too old.
 
 Everything the rules look at is in Redis, so that a restart of the ingest or of Redis neither forgets a running
 episode nor grants a second time. One ingest serves a run, so nobody grants between the reading and the granting.
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 
 from vagen.buffer.keys import Key, Keys
+from vagen.buffer.tempo import Tempo, parse_tempo, queue_tempo, startable
 from vagen.common.wire import EngineStatus
 
 
@@ -30,7 +32,9 @@ class Pacing(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     """In learner steps."""
     ready: int
-    """Stored and not claimed, those that await their group among them."""
+    """Stored and claimable."""
+    awaiting: int = 0
+    """Stored, and waiting for the rest of their group."""
     untrained: int
     """Claimed, and not used by an optimizer step yet."""
     running: int
@@ -39,6 +43,8 @@ class Pacing(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that may take traffic."""
     steps_left: int | None = None
     """Learner steps until the run's last; none for a run without end."""
+    tempo: Tempo | None = None
+    """Of the order `freshest`; none for the others, which take what has been made before."""
 
 
 def start_credits(pacing: Pacing) -> tuple[int, str]:
@@ -50,7 +56,7 @@ def start_credits(pacing: Pacing) -> tuple[int, str]:
         return 0, "no engine is admitted"
     by_running = p.max_running - p.running
     window = p.max_staleness + 1
-    ahead, bound = p.ready + p.untrained + p.running, window * p.batch_size
+    ahead, bound = p.ready + p.awaiting + p.untrained + p.running, window * p.batch_size
     if by_running <= 0:
         return 0, f"{p.running} episodes run of at most {p.max_running}"
     if p.steps_left is not None and p.steps_left < window:
@@ -59,7 +65,13 @@ def start_credits(pacing: Pacing) -> tuple[int, str]:
             return 0, f"{ahead} trajectories are ahead of the learner, its last steps take {bound}"
     if ahead >= bound:
         return 0, f"{ahead} trajectories are ahead of the learner, at most {bound} keep max_staleness"
-    return min(by_running, bound - ahead), ""
+    credits = min(by_running, bound - ahead)
+    if p.tempo is None:
+        return credits, ""
+    soon = startable(p.tempo, p.batch_size, p.ready, p.running)
+    if soon == 0:
+        return 0, f"{p.ready} trajectories are ready and {p.running} episodes run, enough for the learner's pace"
+    return min(credits, soon), ""
 
 
 ENGINE_REPLIES = 3
@@ -109,20 +121,24 @@ def queue_pacing(pipe: Any, keys: Keys) -> None:
     pipe.zcard(keys[Key.TASK_LEASES])
     pipe.hlen(keys[Key.ADMITTED])
     pipe.hmget(keys[Key.SETTINGS], "max_staleness", "max_running")
+    queue_tempo(pipe, keys)
 
 
 def parse_pacing(replies: list[Any], max_running: int) -> Pacing:
     """The state behind the replies to `queue_pacing`; `max_running` is the recipe's."""
-    (batch_size, max_staleness, step, total_steps), ready, untrained, running, engines, live = replies
+    (batch_size, max_staleness, step, total_steps), stored, untrained, running, engines, live, *tempo = replies
+    ready, awaiting = (int(count or 0) for count in stored)
     return Pacing(
         max_running=int(live[1] or max_running),
         batch_size=None if batch_size is None else int(batch_size),
         max_staleness=int(live[0] or max_staleness or 0),
-        ready=sum(int(count or 0) for count in ready),
+        ready=ready,
+        awaiting=awaiting,
         untrained=sum(int(count) for count in untrained),
         running=running,
         engines=engines,
         steps_left=int(total_steps) - int(step) if int(total_steps or 0) else None,
+        tempo=parse_tempo(tempo),
     )
 
 

@@ -95,6 +95,11 @@ class Key(enum.Enum):
     """List of at most one token: enough is ready for the learner that waits."""
     LEARNER = "learner"
     """Hash: what the learner registered, its step, floor and published version."""
+    PACE = "pace"
+    """Hash, times in seconds: `asked` (the step that the learner asked for last), `asked_at` (when first, by the
+    server's clock), `waiting` (it is not sealed yet), `step_s` (the learner's own time of a step), `episode_s` (mean
+    time from grant to end of an episode), `fresh_share` (of the last batch), `filtered_before` (counted up to its seal)
+    and `filtered_last` (of them since the seal before)."""
     VERSION = "version"
     """Counter of policy versions; never goes back."""
     VERSION_STEPS = "version:steps"
@@ -107,6 +112,8 @@ class Key(enum.Enum):
     """Hash of granted, unfinished tasks: `<attempt>:<fragments>:<actor>`."""
     TASK_LEASES = "tasks:leases"
     """Sorted set of running tasks by the time at which their lease ends."""
+    TASK_STARTS = "tasks:starts"
+    """Hash of granted, unfinished tasks: when their last attempt was granted, by the ingest's clock."""
     TASK_RETRY = "tasks:retry"
     """Sorted set of returned tasks by index: granted again before new ones."""
     ACTORS = "actors"

@@ -227,13 +227,18 @@ class LearnerStore:
         found: Any = self._patiently("fetch", functools.partial(self._client.mget, names))
         return list(found)
 
-    def mark_trained(self, step: int) -> None:
-        """The optimizer has used the step's batch: for pacing only, `done` follows with the checkpoint."""
+    def mark_trained(self, step: int, step_s: float | None = None) -> None:
+        """The optimizer has used the step's batch: for pacing only, `done` follows with the checkpoint.
+
+        `step_s` is the learner's own time of a step in seconds, without what it waited for data.
+        """
 
         def call() -> None:
             pipe = self._client.pipeline(transaction=True)
             pipe.hdel(self._keys[Key.UNTRAINED], str(step))
             pipe.hset(self._keys[Key.LEARNER], "step", step + 1)
+            if step_s is not None:
+                pipe.hset(self._keys[Key.PACE], "step_s", step_s)
             pipe.execute()
 
         self._patiently("mark_trained", call)

@@ -112,10 +112,10 @@ class ShardedStore:
             payloads |= zip(ids, shard.fetch(ids), strict=True)
         return [payloads[entry.trajectory_id] for entry in entries]
 
-    def mark_trained(self, step: int) -> None:
+    def mark_trained(self, step: int, step_s: float | None = None) -> None:
         """As `LearnerStore.mark_trained`."""
         for shard in self.shards:
-            shard.mark_trained(step)
+            shard.mark_trained(step, step_s)
         self._pacing["step"] = step + 1
         self._rebalance()
 

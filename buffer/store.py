@@ -237,7 +237,7 @@ class IngestStore:
                 for engine in message.engines:
                     args += (engine.url, engine.kind, engine.incarnation)
             case Ask(_, message):
-                args = [message.actor_id, grant, now + config.lease_s]
+                args = [message.actor_id, grant, now + config.lease_s, now]
             case Failure(_, message):
                 args = [message.task_index, message.attempt, message.actor_id, config.max_attempts]
             case Malformed():

@@ -44,6 +44,7 @@ from vagen.learner.probe import Probe
 from vagen.learner.publish_thread import PublishTally, PublishThread
 from vagen.learner.publisher import Published
 from vagen.learner.sources import BatchSource
+from vagen.learner.step_time import StepTime
 from vagen.learner.summary import BatchSummary
 from vagen.learner.update import PolicyUpdate, UpdateStats
 
@@ -96,6 +97,7 @@ class Learner:
     _stuck_since: float | None = None
 
     def __post_init__(self) -> None:
+        self._step_time = StepTime()
         self._saves = Checkpointer(
             self.checkpoints,
             self.trainer,
@@ -127,7 +129,7 @@ class Learner:
             with clock.stage("update"):
                 stats = self.update.run(feed.batch, step, self._version(feed))
                 self._give_up_on_skips(stats)
-            self.source.mark_trained(step)
+            self.source.mark_trained(step, self._step_time.after_step(clock.seconds["wait_data"]))
             self._trained.append(step)
             if (step + 1) % config.publish_every == 0 or step + 1 == self.last_step:
                 with clock.stage("publish"):

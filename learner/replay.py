@@ -174,7 +174,7 @@ class ArchiveSource:
         ]
         return max(versions, default=-1)
 
-    def mark_trained(self, step: int) -> None:
+    def mark_trained(self, step: int, step_s: float | None) -> None:
         """Nothing waits for it."""
 
     def needs_checkpoint(self, *, is_waiting: bool) -> bool:

@@ -35,8 +35,8 @@ class BatchSource(Protocol):
         """Policy version of the weights that the step starts from, where the source says it; -1 for one that sampled
         nothing here, None where the publisher knows."""
 
-    def mark_trained(self, step: int) -> None:
-        """The optimizer has used the step's batch."""
+    def mark_trained(self, step: int, step_s: float | None) -> None:
+        """The optimizer has used the step's batch; `step_s` are the loop's own seconds of a step, where known."""
 
     def needs_checkpoint(self, *, is_waiting: bool) -> bool:
         """Whether so much is taken and not `done` that a checkpoint must free it, before it is due. `is_waiting` for
@@ -87,8 +87,8 @@ class BufferSource:
     def version_before(self, manifest: Manifest) -> None:
         return None
 
-    def mark_trained(self, step: int) -> None:
-        self._store.mark_trained(step)
+    def mark_trained(self, step: int, step_s: float | None) -> None:
+        self._store.mark_trained(step, step_s)
 
     def needs_checkpoint(self, *, is_waiting: bool) -> bool:
         """True above half of a shard's capacity. Below, the next batch may still not fit; a full buffer alone is no

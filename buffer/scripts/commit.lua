@@ -15,7 +15,7 @@ end
 
 local function finish()
   decide(actor, seq)
-  if is_last then end_task(index, attempt) end
+  if is_last then end_task(index, attempt, now) end
 end
 
 -- Makes room by the policy, whole ready units in its order; evicts nothing where that would not be enough.

@@ -1,5 +1,5 @@
 -- Leases tasks to an actor: returned ones first, then new ones.
--- ARGV: actor, how many, end of the lease. Returns index and attempt of each, flat.
+-- ARGV: actor, how many, end of the lease, now. Returns index and attempt of each, flat.
 local actor, granted = ARGV[1], {}
 for _ = 1, tonumber(ARGV[2]) do
   local index = redis.call('ZPOPMIN', K.task_retry)[1]
@@ -13,6 +13,7 @@ for _ = 1, tonumber(ARGV[2]) do
   end
   redis.call('HSET', K.tasks, index, attempt .. ':0:' .. actor)
   redis.call('ZADD', K.task_leases, ARGV[3], index)
+  redis.call('HSET', K.task_starts, index, ARGV[4])
   granted[#granted + 1] = tonumber(index)
   granted[#granted + 1] = attempt
 end

@@ -215,8 +215,15 @@ local function task(index)
 end
 
 -- The attempt has delivered all of its episode.
-local function end_task(index, attempt)
+local function end_task(index, attempt, now)
   if task(index) ~= attempt then return end
+  local started = redis.call('HGET', K.task_starts, index)
+  if started then
+    local took = math.max(0, now - tonumber(started))
+    local mean = tonumber(redis.call('HGET', K.pace, 'episode_s') or took)
+    redis.call('HSET', K.pace, 'episode_s', string.format('%.9f', mean + (took - mean) / 32))
+    redis.call('HDEL', K.task_starts, index)
+  end
   redis.call('HDEL', K.tasks, index)
   redis.call('ZREM', K.task_leases, index)
   redis.call('ZREM', K.task_retry, index)
@@ -225,6 +232,7 @@ end
 -- The attempt ended without result: first in line for the next attempt, or given up.
 local function return_task(index, max_attempts)
   redis.call('ZREM', K.task_leases, index)
+  redis.call('HDEL', K.task_starts, index)
   local attempt, fragments = task(index)
   if not attempt then return end
   if attempt + 1 < max_attempts then

@@ -1,10 +1,15 @@
--- Candidates for the batch of a learner step, in order. Writes nothing but the eviction of what is too stale.
+-- Candidates for the batch of a learner step, in order. Writes when the step was asked for, and evicts what is too stale.
 -- ARGV: step, trajectories wanted, candidates to look at, order, seed, trajectories of those wanted to be replayed.
 -- Returns the manifest sealed before, or nothing while too few are ready, or
 -- {units ready, their total weight, candidates, replayed}: candidates are unit, weight and members, flat; members and
 -- replayed are id and attributes, flat.
 local step, wanted, limit, order = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local sealed = redis.call('GET', K.manifest .. ARGV[1])
+if redis.call('HGET', K.pace, 'asked') ~= ARGV[1] then
+  local seconds, micros = unpack(redis.call('TIME'))
+  redis.call('HSET', K.pace, 'asked', ARGV[1], 'asked_at', string.format('%d.%06d', seconds, micros),
+    'waiting', sealed and 0 or 1)
+end
 if sealed then return sealed end
 local registered = redis.call('HGET', K.learner, 'max_staleness')
 if not registered then return redis.error_reply('ERR claim before register') end

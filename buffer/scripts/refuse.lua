@@ -11,6 +11,6 @@ if refusal then return { 'refused', string.match(refusal, '^(.-)\n(.*)$') } end
 refuse(id, ARGV[2], ARGV[3], ARGV[4])
 if ARGV[5] then
   decide(ARGV[5], tonumber(ARGV[6]))
-  end_task(ARGV[7], tonumber(ARGV[8]))
+  end_task(ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[4]))
 end
 return { 'refused', ARGV[2], ARGV[3] }

@@ -9,5 +9,6 @@ if ARGV[10] == '0' then
 else
   redis.call('HSET', K.learner, 'group_size', ARGV[10])
 end
+redis.call('HSETNX', K.pace, 'filtered_before', number(K.stat, 'filtered'))
 trim_replay()
 return 1

@@ -71,6 +71,10 @@ for _, id in ipairs(request.replay) do redis.call('ZREM', K.replay, id) end
 stat('ready', -count)
 stat('claimed', count)
 stat('claimed_bytes', request.num_bytes)
+local filtered, before = number(K.stat, 'filtered'), number(K.pace, 'filtered_before')
+redis.call('HSET', K.pace, 'fresh_share', count / (count + #request.replay), 'filtered_before', filtered,
+  'filtered_last', filtered - before)
+if redis.call('HGET', K.pace, 'asked') == ARGV[1] then redis.call('HSET', K.pace, 'waiting', 0) end
 redis.call('HSET', K.claims, ARGV[1], count)
 redis.call('HSET', K.untrained, ARGV[1], count)
 redis.call('HSET', K.learner, 'want', 0, 'claimed', math.max(step, number(K.learner, 'claimed')))

@@ -82,6 +82,7 @@ def test_every_setting_is_told_by_its_recipe(paced):
 
 def test_pacing_follows_at_once_both_ways(paced):
     bench = paced(max_staleness=1)
+    live(bench, order="oldest")
     assert len(ask(bench)) == 8
     live(bench, max_staleness=2)
     assert len(ask(bench)) == 4

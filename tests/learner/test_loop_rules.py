@@ -13,6 +13,7 @@ from vagen.learner.batching import RowPreparer
 from vagen.learner.config import LearnerConfig
 from vagen.learner.feeder import BatchFeeder
 from vagen.learner.loop import Learner
+from vagen.learner.step_time import StepTime
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -42,6 +43,12 @@ def test_skipped_updates_in_a_row_stop_the_run(make_update, batch, tmp_path):
     learner._give_up_on_skips(several)
     with pytest.raises(FloatingPointError):
         learner._give_up_on_skips(skipped)
+
+
+def test_the_time_of_a_step_leaves_out_what_was_waited_for_data():
+    ends = iter([10.0, 13.0, 15.5, 16.0, 56.0])
+    step_time = StepTime(lambda: next(ends))
+    assert [step_time.after_step(waited_s) for waited_s in (9.0, 2.0, 0.5, 0.0, 0.0)] == [None, 1.0, 1.5, 1.0, 1.5]
 
 
 class Saved:
