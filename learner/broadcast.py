@@ -7,7 +7,8 @@ For each engine within `broadcast_timeout_s`:
 
 `broadcast_topology` star: each engine for itself, all at the same time (`_Alone`). One group per engine (this process
 and the engine's ranks), kept between publishes, each over a connection of its own to the one store of this process, so
-that an engine that is dead or hangs blocks nothing but itself. Topology group: `vagen.learner.group_publish`.
+that an engine that is dead or hangs blocks nothing but itself. Topology group: `vagen.learner.group_publish`. Engines
+that no group reaches: `vagen.learner.disk_publish`.
 
 Whatever fails, an engine that was asked to pause is asked to continue; the local engine resumes by itself when
 it cannot even be asked (`engine.pause_timeout_s`). An engine that fails is dropped with its group. What counts as
@@ -20,9 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 from torch import Tensor
@@ -30,18 +32,17 @@ from torch import Tensor
 from vagen.common.errors import BroadcastError, ConfigError
 from vagen.common.weight_transfer import combined_checksum, tensor_checksum
 from vagen.learner.config import BroadcastConfig
+from vagen.learner.disk_publish import publish_by_disk
 from vagen.learner.engine_control import EngineControl, ProbeAnswer, ProbePrompt, open_session, probe_engine
 from vagen.learner.engine_links import EngineLinks, Link, side_by_side
 from vagen.learner.engine_visit import EngineVisit
 from vagen.learner.group_publish import publish_together
 from vagen.learner.weight_buckets import Deliveries, Delivery
+from vagen.learner.weight_folders import WeightFolders
 
 __all__ = ["Broadcaster", "ProbeAnswer", "ProbePrompt", "PublishReport", "checksum", "probe_engine"]
 
 logger = logging.getLogger(__name__)
-
-_TRANSFER_SHARE, _RESUME_SHARE = 0.8, 0.9
-"""Of the time-out: when the transfer must have ended, and when the attempt to continue must have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,10 @@ class Broadcaster:
     """Publishes to a set of engines that may differ from one publish to the next. One thread uses it."""
 
     def __init__(self, config: BroadcastConfig) -> None:
+        """Raises ConfigError where `disk_dir` cannot be written to."""
         self._config = config
         self._links = EngineLinks(config.broadcast_timeout_s)
+        self._folders = WeightFolders(Path(config.disk_dir), config.disk_keep) if config.disk_dir else None
 
     def publish(
         self,
@@ -103,8 +106,10 @@ class Broadcaster:
         return report
 
     def forget(self, engine: str) -> None:
-        """Leave the group with an engine (base URL) that is no longer published to."""
+        """Leave the group with an engine (base URL) that is no longer published to, and keep no file for it."""
         self._links.forget(engine)
+        if self._folders is not None:
+            self._folders.forget(engine)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -121,24 +126,19 @@ class Broadcaster:
         # a hung engine ends at the time-out of its group, and must not hold up the others.
         threads = ThreadPoolExecutor(3 * len(engines) + 1, thread_name_prefix="broadcast")
         try:
+            num_grouped = sum(not self._config.reads_files(url) for url in engines)
             # Where all share a group, the buckets are sent once.
-            together = self._config.broadcast_topology == "group" and len(engines) > 1
-            num_consumers = 1 if together else len(engines)
+            num_consumers = 1 if self._shares_group(num_grouped) else num_grouped
             deliveries = Deliveries(version, tensors, self._config.bucket_bytes, num_consumers, threads)
             # While the engines are asked to pause.
             threads.submit(deliveries.original.buckets.prepare, 0)
             async with open_session() as session:
-                controls = [self._control(session, url) for url in engines]
-                visits = [EngineVisit(control, deliveries, self._config) for control in controls]
-                if together:
-                    failures = await publish_together(visits, deliveries, self._links, self._config)
-                else:
-                    failures = await asyncio.gather(*(_Alone(v, deliveries, self._links).run() for v in visits))
-            by_url = dict(zip(engines, failures, strict=True))
-            served = [visit for visit, failure in zip(visits, failures, strict=True) if failure is None]
+                visits = [EngineVisit(self._control(session, url), deliveries, self._config) for url in engines]
+                by_url = await self._visit(visits, deliveries)
+            served = [visit for visit in visits if by_url[visit.engine.url] is None]
             return PublishReport(
                 version=version,
-                ok=tuple(url for url, failure in by_url.items() if failure is None),
+                ok=tuple(visit.engine.url for visit in served),
                 failed={url: failure for url, failure in by_url.items() if failure is not None},
                 checksum=combined_checksum(await deliveries.original.checksums()),
                 seconds=time.monotonic() - start,
@@ -148,6 +148,22 @@ class Broadcaster:
         finally:
             threads.shutdown(wait=False)
 
+    def _shares_group(self, num_engines: int) -> bool:
+        return self._config.broadcast_topology == "group" and num_engines > 1
+
+    async def _visit(self, visits: Sequence[EngineVisit], deliveries: Deliveries) -> dict[str, str | None]:
+        """All engines at the same time: URL -> stage and reason of the failure, or None."""
+        by_disk = [visit for visit in visits if self._config.reads_files(visit.engine.url)]
+        grouped = [visit for visit in visits if visit not in by_disk]
+        sending: Awaitable[list[str | None]]
+        if self._shares_group(len(grouped)):
+            sending = publish_together(grouped, deliveries, self._links, self._config)
+        else:
+            sending = asyncio.gather(*(_Alone(visit, deliveries, self._links).run() for visit in grouped))
+        writing = publish_by_disk(by_disk, deliveries, self._folders)
+        failures = [failure for part in await asyncio.gather(sending, writing) for failure in part]
+        return {visit.engine.url: failure for visit, failure in zip([*grouped, *by_disk], failures, strict=True)}
+
 
 class _Alone:
     """One publish to one engine, in a group of its own."""
@@ -156,36 +172,30 @@ class _Alone:
         self._visit = visit
         self._deliveries = deliveries
         self._links = links
-        self._buckets_done = 0
 
     async def run(self) -> str | None:
         """Stage and reason of the failure, or None: the engine has the weights."""
-        visit = self._visit
-        start = asyncio.get_running_loop().time()
-        failure: str | None = "cancelled"
-        try:
-            failure = await visit.bounded(start, _TRANSFER_SHARE, self._transfer())
-        finally:
-            self._deliveries.leave(visit.delivery, self._buckets_done)
-            failure = await visit.bounded(start, _RESUME_SHARE, visit.resume(failure)) or failure
-        failure = failure or await visit.bounded(start, 1.0, visit.verify())
+        failure = await self._visit.make(self._transfer())
         if failure is not None:
-            self._links.drop(visit.engine.url)
+            self._links.drop(self._visit.engine.url)
         return failure
 
     async def _transfer(self) -> None:
-        visit = self._visit
-        await visit.inform()
-        delivery = visit.delivery
-        assert delivery is not None
-        link = await self._link(delivery)
-        await visit.pause()
-        await visit.begin()
-        for index in range(len(delivery.buckets)):
-            await side_by_side(visit.announce(index, link.name), delivery.threads, delivery.sending(link, index))
-            delivery.buckets.release(index)
-            self._buckets_done = index + 1
-        await visit.end()
+        visit, done = self._visit, 0
+        try:
+            await visit.inform()
+            delivery = visit.delivery
+            assert delivery is not None
+            link = await self._link(delivery)
+            await visit.pause()
+            await visit.begin()
+            for index in range(len(delivery.buckets)):
+                await side_by_side(visit.announce(index, link.name), delivery.threads, delivery.sending(link, index))
+                delivery.buckets.release(index)
+                done = index + 1
+            await visit.end()
+        finally:
+            self._deliveries.leave(visit.delivery, done)
 
     async def _link(self, delivery: Delivery) -> Link:
         """The group with this engine and all its ranks, built anew when it is not the one that it was built with."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import PurePosixPath
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -63,16 +64,36 @@ class BroadcastConfig(Section, frozen=True, kw_only=True):
 
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What becomes of running requests: computed anew under the new weights, kept with their old KV cache, or ended."""
-    broadcast_topology: Literal["star", "group"] = "star"
+    broadcast_topology: Literal["star", "group", "disk"] = "star"
     """A process group for each engine, so that one that is lost costs the others nothing; or one for all, in which each
-    byte leaves the learner once. In a group, what blocks in a step has a fifth of the time-out."""
+    byte leaves the learner once. In a group, what blocks in a step has a fifth of the time-out. `disk`: no group, the
+    engines read files."""
+    disk_engines: tuple[str, ...] = ()
+    """In the other topologies: beginnings of the URLs of engines that no group reaches, which read files instead."""
+    disk_dir: str = ""
+    """Where those files are, for this run alone: a folder that has the same absolute path for learner and engines."""
+    disk_keep: PositiveInt = 2
+    """Versions that stay there, the newest among them."""
     bucket_bytes: PositiveInt = 512 << 20
+    """Of one broadcast, or of one file; a larger tensor is alone in one."""
     broadcast_timeout_s: PositiveFloat = 20.0
     """What a dead or hung engine costs a publish at most."""
     admin_api_key: str | None = None
     """The engines' key for pausing and weights."""
     api_key: str | None = None
     """The engines' key for generation, used by the probe."""
+
+    def __post_init__(self) -> None:
+        for index, start in enumerate(self.disk_engines):
+            is_url = start.startswith(("http://", "https://"))
+            require(is_url, f"learner.broadcast.disk_engines[{index}]", start, "http://.. or https://..")
+        if self.disk_dir or self.disk_engines or self.broadcast_topology == "disk":
+            is_absolute = PurePosixPath(self.disk_dir).is_absolute()
+            require(is_absolute, "learner.broadcast.disk_dir", self.disk_dir, "an absolute path")
+
+    def reads_files(self, engine: str) -> bool:
+        """Whether the engine at this URL gets weights by disk."""
+        return self.broadcast_topology == "disk" or engine.startswith(self.disk_engines)
 
 
 class CriticConfig(Section, frozen=True, kw_only=True):

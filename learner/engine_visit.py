@@ -1,7 +1,7 @@
 """One engine in one publish: the calls that are made to it, and what is known of it between them.
 
 Owns no order among engines and moves no bytes: `vagen.learner.broadcast` visits each engine alone,
-`vagen.learner.group_publish` several together.
+`vagen.learner.group_publish` several together, `vagen.learner.disk_publish` those that read files.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from vagen.common.engines import INCOMPLETE_VERSION
@@ -20,7 +21,10 @@ from vagen.learner.engine_control import EngineControl
 from vagen.learner.engine_links import LinkPlan, num_ranks
 from vagen.learner.weight_buckets import Deliveries, Delivery
 
-__all__ = ["EngineVisit"]
+__all__ = ["RESUME_SHARE", "TRANSFER_SHARE", "EngineVisit"]
+
+TRANSFER_SHARE, RESUME_SHARE = 0.8, 0.9
+"""Of the time-out: when the transfer must have ended, and when the attempt to continue must have."""
 
 
 class EngineVisit:
@@ -39,6 +43,19 @@ class EngineVisit:
         self._config = config
         self._asked_to_pause_at: float | None = None
         self._began_at: float | None = None
+
+    async def make(self, transfer: Coroutine[Any, Any, None]) -> str | None:
+        """All of a visit: `transfer`, which informs, pauses and brings the weights; then continue and compare.
+
+        Stage and reason of the failure, or None: the engine has the weights.
+        """
+        start = asyncio.get_running_loop().time()
+        failure: str | None = "cancelled"
+        try:
+            failure = await self.bounded(start, TRANSFER_SHARE, transfer)
+        finally:
+            failure = await self.bounded(start, RESUME_SHARE, self.resume(failure)) or failure
+        return failure or await self.bounded(start, 1.0, self.verify())
 
     async def bounded(self, start: float, share: float, work: Coroutine[Any, Any, None]) -> str | None:
         """Run `work` until `share` of the time-out has passed since `start`.
@@ -107,6 +124,21 @@ class EngineVisit:
             "flush_cache": is_last and self._config.pause_mode != "in_place",
         }
         await self.engine.post("/update_weights_from_distributed", announcement)
+
+    async def load(self, folder: Path) -> None:
+        """Have it read a folder of safetensors: a whole update in one request."""
+        delivery = self._informed
+        self.stage = "load"
+        self._began_at = time.monotonic()
+        update = {
+            "model_path": str(folder),
+            "load_format": "safetensors",
+            "weight_version": delivery.version,
+            "flush_cache": self._config.pause_mode != "in_place",
+        }
+        await self.engine.post("/update_weights_from_disk", update)
+        self.transfer_s = time.monotonic() - self._began_at
+        delivery.checksums()
 
     async def end(self) -> None:
         """Close the update."""

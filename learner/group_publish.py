@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from vagen.common.errors import EngineError, EngineUnavailableError
 from vagen.learner.config import BroadcastConfig
 from vagen.learner.engine_links import EngineLinks, Link, retrieve
-from vagen.learner.engine_visit import EngineVisit
+from vagen.learner.engine_visit import RESUME_SHARE, TRANSFER_SHARE, EngineVisit
 from vagen.learner.weight_buckets import Deliveries, Delivery
 
 __all__ = ["publish_together"]
@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 _STEP_SHARE, _ANSWER_SHARE = 0.2, 0.1
 """Of the time-out: what a step may block, and how long after it those may answer that were blocked."""
-_TRANSFER_SHARE, _RESUME_SHARE = 0.8, 0.9
-"""When the last attempt must have ended, and when the attempts to continue must have."""
 
 
 class _LostError(Exception):
@@ -51,7 +49,7 @@ async def publish_together(
 
     async def finish(visit: EngineVisit) -> str | None:
         failure = failures.get(visit)
-        failure = await visit.bounded(start, _RESUME_SHARE, visit.resume(failure)) or failure
+        failure = await visit.bounded(start, RESUME_SHARE, visit.resume(failure)) or failure
         failure = failure or await visit.bounded(start, 1.0, visit.verify())
         if failure is not None:
             links.drop(visit.engine.url)
@@ -83,7 +81,7 @@ class _Attempts:
         self._threads = threads
         self._links = links
         self._step_s, self._answer_s = _STEP_SHARE * timeout_s, _ANSWER_SHARE * timeout_s
-        self._deadline = start + _TRANSFER_SHARE * timeout_s
+        self._deadline = start + TRANSFER_SHARE * timeout_s
 
     async def make(self, visits: Sequence[EngineVisit]) -> None:
         """Take all steps up to the end of the update. Raises _LostError."""

@@ -66,7 +66,8 @@ class Deliveries:
             (name, tensor if _kept(tensor) is not None else tensor.to(dtype))
             for name, tensor in self.original.buckets.tensors
         ]
-        return Delivery(self.original.version, Buckets(tensors, self._bucket_bytes, self._num_consumers), self.threads)
+        buckets = Buckets(tensors, self._bucket_bytes, self._num_consumers)
+        return Delivery(self.original.version, buckets, self.threads, dtype_name(dtype))
 
 
 def _kept(tensor: Tensor) -> torch.dtype | None:
@@ -77,8 +78,10 @@ def _kept(tensor: Tensor) -> torch.dtype | None:
 class Delivery:
     """Tensors in one dtype each, for all engines that take them so, and what is known of them."""
 
-    def __init__(self, version: str, buckets: Buckets, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, version: str, buckets: Buckets, threads: ThreadPoolExecutor, form: str = "") -> None:
         self.version = version
+        self.form = form
+        """What the published tensors were converted to; empty where they are as they were."""
         self.buckets = buckets
         self.threads = threads
         self._checksums: asyncio.Future[dict[str, str]] | None = None
@@ -131,6 +134,10 @@ class Buckets:
     def describe(self, index: int) -> Mapping[str, Any]:
         """Names, dtypes and shapes of a bucket, as an engine wants them announced."""
         return self._announcements[index]
+
+    def members(self, index: int) -> Sequence[tuple[str, Tensor]]:
+        """The tensors of a bucket."""
+        return self._members[index]
 
     def get(self, index: int) -> Tensor:
         """uint8 [bytes of the bucket]; any thread."""

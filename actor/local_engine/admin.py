@@ -84,6 +84,8 @@ class DiskUpdateBody(Body):
     """`/update_weights_from_disk`: a whole model folder, begun and ended in one request."""
 
     model_path: str
+    load_format: Literal["auto", "safetensors"] | None = None
+    """Only safetensors are read, whatever it says."""
     weight_version: str | None = None
     flush_cache: bool = True
 

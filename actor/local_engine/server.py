@@ -246,7 +246,11 @@ class EngineServer:
     async def _update_from_disk(self, body: DiskUpdateBody) -> dict[str, Any]:
         def update() -> None:
             self._receiver.begin()
-            self._receiver.read_folder(Path(body.model_path), body.weight_version)
+            try:
+                self._receiver.read_folder(Path(body.model_path), body.weight_version)
+            except WeightUpdateError:
+                self._receiver.discard()
+                raise
             self._apply(None)
 
         await self._on_admin(update)

@@ -18,7 +18,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -53,6 +55,7 @@ _MAX_GROUPS = 4
 """Trainers that died leave their groups behind: the oldest makes room."""
 _JOIN_MARGIN_S = 0.5
 _EMBEDDING = "model.embed_tokens.weight"
+_INDEX = "model.safetensors.index.json"
 
 
 class WeightUpdateError(Exception):
@@ -81,6 +84,29 @@ def engine_name(name: str) -> str:
         if name.startswith(prefix):
             return renamed + name.removeprefix(prefix)
     return name
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a model folder: those of its index where it has one. Raises WeightUpdateError."""
+    if not folder.is_dir():
+        raise WeightUpdateError(f"model_path: no folder {folder}")
+    index = folder / _INDEX
+    files = sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            named = msgspec.json.decode(index.read_bytes(), type=_WeightIndex).weight_map.values()
+        except (OSError, msgspec.DecodeError) as error:
+            raise WeightUpdateError(f"model_path: {index}: {error}") from error
+        files = [folder / name for name in sorted(set(named))]
+    if not files:
+        raise WeightUpdateError(f"model_path: no *.safetensors in {folder}")
+    return files
+
+
+class _WeightIndex(msgspec.Struct):
+    """`model.safetensors.index.json`: name of a tensor -> file."""
+
+    weight_map: dict[str, str]
 
 
 def _within(timeout_s: float, join: Callable[[], ProcessGroup]) -> ProcessGroup:
@@ -188,21 +214,26 @@ class WeightReceiver:
         self._stage(staged, dict(zip(names, tensors, strict=True)), version)
 
     def read_folder(self, folder: Path, version: str | None) -> None:
-        """Stage every parameter found in the `*.safetensors` of a model folder. Raises WeightUpdateError."""
+        """Stage every parameter of a model folder's safetensors. Raises WeightUpdateError naming the file."""
         staged = self._open()
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise WeightUpdateError(f"model_path: no *.safetensors in {folder}")
-        for file in files:
-            tensors = {engine_name(name): tensor for name, tensor in load_file(file).items()}
-            self._check(
-                list(tensors), [dtype_name(t.dtype) for t in tensors.values()], [t.shape for t in tensors.values()]
-            )
-            self._stage(staged, tensors, version)
+        for file in _weight_files(folder):
+            try:
+                read = load_file(file)
+            except (OSError, SafetensorError) as error:
+                raise WeightUpdateError(f"model_path: {file}: {error}") from error
+            tensors = {engine_name(name): tensor for name, tensor in read.items()}
+            twice = sorted(tensors.keys() & staged.tensors.keys())
+            if twice or len(tensors) < len(read):
+                raise WeightUpdateError(f"model_path: {file}: {twice or 'one of its tensors'} is there twice")
+            names, values = list(tensors), list(tensors.values())
+            try:
+                kinds = self._check(names, [dtype_name(t.dtype) for t in values], [t.shape for t in values])
+            except WeightUpdateError as error:
+                raise WeightUpdateError(f"model_path: {file}: {error}") from error
+            self._stage(staged, dict(zip(names, self._copied(staged, kinds, values), strict=True)), version)
         missing = sorted(set(self._parameters) - set(staged.tensors))
         if missing:
-            staged.failure = f"model_path: {folder} lacks {len(missing)} parameters, first {missing[0]}"
-            raise WeightUpdateError(staged.failure)
+            raise WeightUpdateError(f"model_path: {folder} lacks {len(missing)} parameters, first {missing[0]}")
 
     def end(self, version: str | None = None) -> StagedWeights:
         """Close the update and hand over what it received. Raises WeightUpdateError when it had failed."""
@@ -236,6 +267,16 @@ class WeightReceiver:
         if self._staged.failure is not None:
             raise WeightUpdateError(f"this update failed, begin anew: {self._staged.failure}")
         return self._staged
+
+    def _copied(self, staged: StagedWeights, kinds: Sequence[torch.dtype], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Out of the pages of a file, which the disk may bring late or not at all, into memory of the engine's."""
+        device = next(iter(self._parameters.values())).device
+        flat = self._take_buffer(sum(tensor.nbytes for tensor in tensors), device)
+        staged.buffers.append(flat)
+        copies = split_bucket(flat, kinds, [tensor.shape for tensor in tensors])
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        return copies
 
     def _take_buffer(self, size: int, device: torch.device) -> Tensor:
         """uint8 [size]: one that is spare, or a new one. A buffer whose update fails is not used again."""

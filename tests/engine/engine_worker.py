@@ -2,7 +2,8 @@
 
 A file READY_FILE.fault, `{"point", "pid", "signal"}`, has the signal sent to the process when the engine next comes to
 the point: `PATH` (a request is there, nothing is done), `PATH done` (done, not answered), `joining` (about to wait for
-the trainer's group), `receiving N` (waits for the N-th bucket of an update). The file goes away as it fires.
+the trainer's group), `receiving N` (waits for the N-th bucket of an update), `reading N` (about to read the N-th file
+of one). The file goes away as it fires.
 """
 
 import json
@@ -23,7 +24,7 @@ class Faults:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._buckets = 0
+        self._parts = 0
 
     def reach(self, point: str) -> None:
         try:
@@ -36,10 +37,11 @@ class Faults:
 
     def install(self) -> None:
         administer, join_group, broadcast = EngineServer._administer, weights.join_group, weights.broadcast
+        load_file = weights.load_file
 
         async def administer_or_fail(server, kind, handler, http):
-            if http.path == "/begin_weight_update":
-                self._buckets = 0
+            if http.path in ("/begin_weight_update", "/update_weights_from_disk"):
+                self._parts = 0
             self.reach(http.path)
             answer = await administer(server, kind, handler, http)
             self.reach(f"{http.path} done")
@@ -49,13 +51,18 @@ class Faults:
             self.reach("joining")
             return join_group(*args, **kwargs)
 
+        def load_or_fail(file):
+            self.next_part("reading")
+            return load_file(file)
+
         EngineServer._administer = administer_or_fail
         weights.join_group = join_or_fail
+        weights.load_file = load_or_fail
         weights.broadcast = lambda group, tensor: broadcast(Watched(group, self), tensor)
 
-    def wait_began(self) -> None:
-        self._buckets += 1
-        self.reach(f"receiving {self._buckets}")
+    def next_part(self, what: str) -> None:
+        self._parts += 1
+        self.reach(f"{what} {self._parts}")
 
 
 class Watched:
@@ -67,7 +74,7 @@ class Watched:
 
     def broadcast(self, tensors, options):
         work = self._group.broadcast(tensors, options)
-        self._faults.wait_began()
+        self._faults.next_part("receiving")
         return work
 
 

@@ -252,9 +252,16 @@ def test_a_trainer_that_never_joins_costs_the_time_out(engine, lab):
 def test_a_folder_that_lacks_weights_changes_nothing(engine, tmp_path):
     before = engine.admin("/weights_checker", {"action": "checksum"})
     save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "model.safetensors")
-    status, answer = engine.call("/update_weights_from_disk", {"model_path": str(tmp_path)})
+    update = {"model_path": str(tmp_path), "load_format": "safetensors"}
+    status, answer = engine.call("/update_weights_from_disk", update)
     assert status == 400 and "lacks" in answer["message"]
-    assert engine.call("/update_weights_from_disk", {"model_path": str(tmp_path / "none")})[0] == 400
+    status, answer = engine.call("/end_weight_update", {})
+    assert status == 400 and "no update runs" in answer["message"]
+    save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "once_more.safetensors")
+    status, answer = engine.call("/update_weights_from_disk", update)
+    assert status == 400 and "once_more.safetensors: ['model.norm.weight'] is there twice" in answer["message"]
+    status, answer = engine.call("/update_weights_from_disk", {"model_path": str(tmp_path / "none")})
+    assert status == 400 and f"no folder {tmp_path}/none" in answer["message"]
     assert engine.admin("/weights_checker", {"action": "checksum"}) == before
 
 
