@@ -193,7 +193,9 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     tensor_parallel_size: PositiveInt = 1
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages of consecutive layers. What is left of torchrun's processes shares each batch."""
+    """Stages of consecutive layers."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that each row is cut into. What is left of torchrun's processes shares each batch."""
     sequence_parallel: bool = False
     """Norms and residuals of a part of the tokens on each tensor-parallel rank."""
     recompute: bool = False
@@ -240,7 +242,11 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     @property
     def layout(self) -> ParallelLayout:
         """How the model lies on processes."""
-        return ParallelLayout(tensor=self.tensor_parallel_size, pipeline=self.pipeline_parallel_size)
+        return ParallelLayout(
+            tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
+            context=self.context_parallel_size,
+        )
 
     @property
     def batch_bytes(self) -> int:

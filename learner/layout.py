@@ -19,26 +19,29 @@ _CUT_BY_TENSOR = ("num_attention_heads", "num_key_value_heads", "intermediate_si
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Processes that one copy of the model lies on: `tensor` times `pipeline`. What is left of the world holds further
-    copies, each with its part of a batch (data parallelism)."""
+    """Processes that share rows of a batch: `tensor` times `pipeline` hold one copy of the model, and `context` times
+    as many have a part of each row. What is left of the world has other rows (data parallelism)."""
 
     tensor: int = 1
     """Ranks that each layer is cut into."""
     pipeline: int = 1
     """Stages of consecutive layers."""
+    context: int = 1
+    """Ranks that each row is cut into; each has all weights of its shard."""
 
     @property
-    def model_size(self) -> int:
-        """Processes of one copy of the model."""
-        return self.tensor * self.pipeline
+    def group_size(self) -> int:
+        """Processes that share rows."""
+        return self.tensor * self.pipeline * self.context
 
     def require_world(self, world_size: int) -> None:
-        """Raises ConfigError where `world_size` processes are no whole number of copies."""
-        if world_size % self.model_size:
+        """Raises ConfigError where `world_size` processes do not divide into groups that share rows."""
+        if world_size % self.group_size:
             raise ConfigError(
-                f"$.learner: tensor_parallel_size {self.tensor} * pipeline_parallel_size {self.pipeline} = "
-                f"{self.model_size} processes hold one copy of the model and must divide the {world_size} that run; "
-                f"start `torchrun --nproc-per-node {self.model_size}` (or a multiple of it), or lower one of the two"
+                f"$.learner: tensor_parallel_size {self.tensor} * pipeline_parallel_size {self.pipeline} * "
+                f"context_parallel_size {self.context} = {self.group_size} processes train the same rows and must "
+                f"divide the {world_size} that run; start `torchrun --nproc-per-node {self.group_size}` (or a multiple "
+                "of it), or lower one of the three"
             )
 
     def require_model(self, config: Mapping[str, Any], where: str | Path) -> None:
@@ -58,10 +61,10 @@ class ParallelLayout:
             )
 
     def require_batch(self, batch_size: int, world_size: int) -> None:
-        """Raises ConfigError where a copy of the model would have no trajectory of a batch."""
-        copies = world_size // self.model_size
-        if batch_size < copies:
+        """Raises ConfigError where a data-parallel rank would have no trajectory of a batch."""
+        groups = world_size // self.group_size
+        if batch_size < groups:
             raise ConfigError(
-                f"$.learner.batch_size: expected int >= {copies}, one trajectory for each copy of the model on "
+                f"$.learner.batch_size: expected int >= {groups}, one trajectory for each copy of the model on "
                 f"{world_size} processes, got {batch_size}"
             )

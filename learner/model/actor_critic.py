@@ -39,6 +39,8 @@ from vagen.learner.losses.two_hot import bin_centres, expectation
 from vagen.learner.model.attention import SegmentedSeqParams
 from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
 from vagen.learner.model.collectives import from_stage, gather_over_stages, last_stage
+from vagen.learner.model.context_attention import ContextSeqParams
+from vagen.learner.model.context_shard import ContextShard, divided
 from vagen.learner.model.cpu_compat import compute_device
 from vagen.learner.model.deepstack import DeepstackSeqParams
 from vagen.learner.model.families import family_of
@@ -141,7 +143,10 @@ class VisionLanguageActorCritic(MegatronModule):
             forbidden_token_ids = forbidden_token_ids.to(targets.device)
         if forbidden_token_ids is not None and bool(torch.isin(targets, forbidden_token_ids).any()):
             raise TrajectoryError("score_positions", "a scored token is one that the policy can never sample")
-        hidden = self._hidden_states(batch)
+        batch, shard = divided(batch, self.config)
+        if shard is not None:
+            targets = targets[shard.scored]
+        hidden = self._hidden_states(batch, shard)
         head = self.value_head
         if head is None:
             return hidden
@@ -151,9 +156,9 @@ class VisionLanguageActorCritic(MegatronModule):
         value_logits = None if centres is None else answers
         values = answers[:, 0] if centres is None else expectation(answers, centres)
         if values_only:
-            return TokenOutputs(
-                logprobs=values.new_empty(0), entropy=values.new_empty(0), values=values, value_logits=value_logits
-            )
+            nothing = values.new_empty(0)
+            outputs = TokenOutputs(logprobs=nothing, entropy=nothing, values=values, value_logits=value_logits)
+            return outputs if shard is None else shard.gathered(outputs, values_only=True)
         gpt = self.language_model
         weight = gpt.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = gpt.output_layer(hidden[:, None], weight=weight)
@@ -164,30 +169,38 @@ class VisionLanguageActorCritic(MegatronModule):
             temperature=temperature,
             forbidden_token_ids=forbidden_token_ids,
         )
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=values, value_logits=value_logits)
+        outputs = TokenOutputs(logprobs=logprobs, entropy=entropy, values=values, value_logits=value_logits)
+        return outputs if shard is None else shard.gathered(outputs, values_only=False)
 
-    def _hidden_states(self, batch: PackedBatch) -> Tensor:
+    def _hidden_states(self, batch: PackedBatch, shard: ContextShard | None) -> Tensor:
         """Hidden states behind the final norm of the tokens before the scored ones, [N, hidden_size]; behind the last
-        layer of a stage that is not the last those of all tokens, [T, 1, hidden_size]."""
+        layer of a stage that is not the last those of all tokens, [T, 1, hidden_size]. With `shard` of its tokens."""
         gpt = self.language_model
-        if self.config.sequence_parallel:
-            batch = batch.padded(parallel_state.get_tensor_model_parallel_world_size())
         embeddings: Tensor | None = None
         image_rows: Tensor | None = None
         deepstack: Tensor | None = None
         if self.pre_process:
-            embeddings = gpt.embedding(input_ids=batch.token_ids[None], position_ids=None)
-            embeddings, image_rows, deepstack = self._with_images(embeddings, batch)
+            token_ids = batch.token_ids if shard is None else batch.token_ids[shard.tokens]
+            embeddings = gpt.embedding(input_ids=token_ids[None], position_ids=None)
+            embeddings, image_rows, deepstack = self._with_images(embeddings, batch, shard)
             if self.config.sequence_parallel:
                 embeddings = scatter_to_sequence_parallel_region(embeddings)
-        angles = gpt.rotary_pos_emb(batch.position_ids[:, None], gpt.mrope_section)
-        rows = batch.score_positions - 1
+        positions, rows = batch.position_ids, batch.score_positions - 1
+        if shard is not None:
+            rows = shard.rows
+            # megatron takes each rank's part of the angles itself where Transformer Engine's layers rotate.
+            positions = positions if self._transformer_engine else positions[:, shard.tokens]
+        angles = gpt.rotary_pos_emb(positions[:, None], gpt.mrope_section)
         if self._transformer_engine:
             longest, bounds = int(batch.cu_seqlens.diff().max()), batch.cu_seqlens
-            params = DeepstackSeqParams("thd", bounds, bounds, None, None, longest, longest, image_rows=image_rows)
+            padded = None if shard is None else bounds
+            params = DeepstackSeqParams("thd", bounds, bounds, padded, padded, longest, longest, image_rows=image_rows)
             hidden = gpt.decoder(embeddings, None, context=deepstack, rotary_pos_emb=angles, packed_seq_params=params)
             return self._gathered(hidden)[rows, 0] if self.post_process else hidden
-        segments = SegmentedSeqParams.build(batch.cu_seqlens, angles, rows, self.config.params_dtype, image_rows)
+        if shard is None:
+            segments = SegmentedSeqParams.build(batch.cu_seqlens, angles, rows, self.config.params_dtype, image_rows)
+        else:
+            segments = ContextSeqParams.of_shard(shard, batch.cu_seqlens, angles, self.config.params_dtype, image_rows)
         hidden = gpt.decoder(embeddings, None, context=deepstack, packed_seq_params=segments)
         if not self.post_process:
             return hidden
@@ -209,9 +222,11 @@ class VisionLanguageActorCritic(MegatronModule):
         weight: Tensor | None = self.language_model.shared_embedding_or_output_weight()
         return weight
 
-    def _with_images(self, embeddings: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _with_images(
+        self, embeddings: Tensor, batch: PackedBatch, shard: ContextShard | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[T, 1, hidden_size] with image features at the placeholders; the placeholders int64 [M]; and the features
-        [K, M, hidden_size] that the first K layers add there, where the family has any."""
+        [K, M, hidden_size] that the first K layers add there, where the family has any. With `shard` of its tokens."""
         if self.visual is None:
             if batch.images is not None:
                 raise TrajectoryError("images", f"model_type {self.family.model_type!r} reads no images")
@@ -224,6 +239,9 @@ class VisionLanguageActorCritic(MegatronModule):
         features = self._image_features(batch.images)
         if len(features) != len(where):
             raise TrajectoryError("images", f"{len(where)} image placeholders, but images of {len(features)} tokens")
+        if shard is not None:
+            where = shard.places[where]
+            features, where = features[where >= 0], where[where >= 0]
         first, *inner = features.to(embeddings.dtype).split(embeddings.size(-1), -1)
         embeddings = embeddings.index_copy(0, where, first[:, None])
         return embeddings, where, torch.stack(inner) if inner else None

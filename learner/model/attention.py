@@ -3,14 +3,14 @@
 Owns how packed rows become batches (segments of similar length are padded into one causal call per length bucket
 instead of one call per segment), the rotation of queries and keys by given angles, and the last layer's restriction to
 the rows that are read. Does not own projections, nor the angles. Transformer Engine has its own kernels and never comes
-here. Context parallelism is not implemented.
+here, and neither do rows that lie on several ranks (`context_attention.py`).
 
 Legend: T tokens of the pack, S segments, N rows that are read, h query heads, g key/value heads, d head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,16 @@ from torch import Tensor
 
 from vagen.learner.model.deepstack import add_deepstack
 
-__all__ = ["SegmentPlan", "SegmentedLayer", "SegmentedSDPAttention", "SegmentedSeqParams"]
+__all__ = [
+    "SegmentPlan",
+    "SegmentedLayer",
+    "SegmentedSDPAttention",
+    "SegmentedSeqParams",
+    "length_buckets",
+    "pad_rows",
+    "rotate",
+    "rotation",
+]
 
 _MAX_PADDING = 16
 """Segments share a bucket while the shortest is at most this many tokens, or an eighth, below the longest."""
@@ -53,27 +62,34 @@ class SegmentPlan:
             return cls(((len(lengths), lengths[0]),), None, None)
         sizes = torch.tensor(lengths)
         starts = sizes.cumsum(0) - sizes
-        order = sizes.argsort(descending=True, stable=True).tolist()
         shapes: list[tuple[int, int]] = []
         gather: list[Tensor] = []
         scatter = torch.empty(int(sizes.sum()), dtype=torch.long)
-        first = rows = 0
-        while first < len(order):
-            longest = lengths[order[first]]
-            shortest = longest - max(_MAX_PADDING, longest // 8)
-            last = first
-            while last < len(order) and lengths[order[last]] >= shortest:
-                last += 1
-            members = torch.tensor(order[first:last])
+        rows = 0
+        for members in length_buckets(lengths):
+            longest = int(sizes[members[0]])
             offsets = torch.arange(longest)[None]
             real = offsets < sizes[members, None]
             tokens = torch.where(real, starts[members, None] + offsets, starts[members, None]).flatten()
             scatter[tokens[real.flatten()]] = rows + real.flatten().nonzero()[:, 0]
             gather.append(tokens)
-            shapes.append((last - first, longest))
+            shapes.append((len(members), longest))
             rows += len(tokens)
-            first = last
         return cls(tuple(shapes), torch.cat(gather).to(device), scatter.to(device))
+
+
+def length_buckets(lengths: Sequence[int]) -> Iterator[Tensor]:
+    """The numbers of the segments of each bucket, int64, longest first."""
+    order = torch.tensor(lengths).argsort(descending=True, stable=True).tolist()
+    first = 0
+    while first < len(order):
+        longest = lengths[order[first]]
+        shortest = longest - max(_MAX_PADDING, longest // 8)
+        last = first
+        while last < len(order) and lengths[order[last]] >= shortest:
+            last += 1
+        yield torch.tensor(order[first:last])
+        first = last
 
 
 @dataclass
@@ -101,9 +117,8 @@ class SegmentedSeqParams(PackedSeqParams):
         image_rows: Tensor | None = None,
     ) -> SegmentedSeqParams:
         """cu_seqlens int32 [S + 1]; angles float32 [T, 1, 1, d], megatron's rotary embedding; `dtype` of queries."""
-        half = angles[..., : angles.size(-1) // 2]
         plan = SegmentPlan.build(cu_seqlens.diff().tolist(), cu_seqlens.device)
-        cos, sin = half.cos().to(dtype), half.sin().to(dtype)
+        cos, sin = rotation(angles, dtype)
         return cls(plan=plan, cos=cos, sin=sin, rows=rows, image_rows=image_rows)
 
 
@@ -135,7 +150,6 @@ class SegmentedSDPAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout)
         assert attention_type == "self" and attn_mask_type == AttnMaskType.causal
         self._scale = softmax_scale
@@ -154,11 +168,11 @@ class SegmentedSDPAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None
         assert isinstance(packed_seq_params, SegmentedSeqParams) and packed_seq_params.plan is not None
         plan, cos, sin = packed_seq_params.plan, packed_seq_params.cos, packed_seq_params.sin
-        query, key = (_Rotate.apply(x, cos, sin) for x in (query, key))
+        query, key = (rotate(x, cos, sin) for x in (query, key))
         inputs = [x.squeeze(1) for x in (query, key, value)]
         if plan.gather is None or plan.scatter is None:
             return self._batched(inputs, plan.shapes[0]).unsqueeze(1)
-        inputs = [_Pad.apply(x, plan.gather, plan.scatter) for x in inputs]
+        inputs = [pad_rows(x, plan.gather, plan.scatter) for x in inputs]
         parts = [x.split([n * length for n, length in plan.shapes]) for x in inputs]
         outputs = [self._batched(bucket, shape) for *bucket, shape in zip(*parts, plan.shapes, strict=True)]
         return torch.cat(outputs).index_select(0, plan.scatter).unsqueeze(1)
@@ -170,6 +184,24 @@ class SegmentedSDPAttention(MegatronModule):
             query, key, value, is_causal=True, scale=self._scale, enable_gqa=query.size(1) != key.size(1)
         )
         return out.transpose(1, 2).reshape(shape[0] * shape[1], -1)
+
+
+def pad_rows(x: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
+    """x [T, ...] as padded rows [R, ...], by a plan's `gather` and `scatter`."""
+    padded: Tensor = _Pad.apply(x, gather, scatter)
+    return padded
+
+
+def rotation(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, 1, 1, d / 2] of megatron's rotary embedding float32 [T, 1, 1, d]."""
+    half = angles[..., : angles.size(-1) // 2]
+    return half.cos().to(dtype), half.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Rotary embedding of x [T, 1, heads, d] by the angles of `rotation`."""
+    rotated: Tensor = _Rotate.apply(x, cos, sin)
+    return rotated
 
 
 class _Pad(torch.autograd.Function):

@@ -73,6 +73,23 @@ class PackedBatch:
             cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + missing]),
         )
 
+    def with_row_multiple(self, multiple: int) -> PackedBatch:
+        """With unscored tokens behind each row whose length does not divide by `multiple`."""
+        lengths = self.cu_seqlens.diff().long()
+        missing = -lengths % multiple
+        if not bool(missing.any()):
+            return self
+        before = F.pad(missing.cumsum(0), (1, 0))
+        places = torch.arange(len(self.token_ids), device=lengths.device) + before[:-1].repeat_interleave(lengths)
+        total = len(self.token_ids) + int(before[-1])
+        return replace(
+            self,
+            token_ids=self.token_ids.new_zeros(total).index_copy(0, places, self.token_ids),
+            position_ids=self.position_ids.new_zeros(3, total).index_copy(1, places, self.position_ids),
+            cu_seqlens=self.cu_seqlens + before.to(self.cu_seqlens.dtype),
+            score_positions=places[self.score_positions],
+        )
+
     def check(self) -> None:
         """Raises TrajectoryError naming the field whose shape or content contradicts the others."""
         num_tokens = self.token_ids.numel()
@@ -109,10 +126,10 @@ class TokenOutputs:
             value_logits=None if self.value_logits is None else self.value_logits.to(device),
         )
 
-    def packed(self) -> Tensor:
-        """All in one float32 [3 + bins, N], to be sent; without logprobs and entropy where these are empty."""
+    def packed(self, *, values_only: bool) -> Tensor:
+        """All in one float32 [3 + bins, N], to be sent; without logprobs and entropy where these are not computed."""
         bins = [] if self.value_logits is None else list(self.value_logits.unbind(-1))
-        policy = [self.logprobs, self.entropy] if len(self.logprobs) else []
+        policy = [] if values_only else [self.logprobs, self.entropy]
         return torch.stack([self.values, *policy, *bins])
 
     @classmethod

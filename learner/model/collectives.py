@@ -65,9 +65,10 @@ def gather_objects(item: Item) -> list[Item]:
 def add_losses(totals: Mapping[str, float]) -> dict[str, float]:
     """Losses of the global batch from those that each rank's microbatches added up to, by name.
 
-    The last stages know them, and tensor-parallel ranks know the same.
+    The last stages know them, and tensor-parallel and context-parallel ranks know the same.
     """
-    speaks = is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    is_first_of_rows = parallel_state.get_context_parallel_rank() == 0
+    speaks = is_last_stage() and is_first_of_rows and parallel_state.get_tensor_model_parallel_rank() == 0
     sums: dict[str, float] = {}
     for part in gather_objects(dict(totals) if speaks else {}):
         for name, value in part.items():

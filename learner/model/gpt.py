@@ -73,6 +73,7 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
         tensor_model_parallel_size=tp,
         sequence_parallel=options.sequence_parallel and tp > 1,
         pipeline_model_parallel_size=stages,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         pipeline_dtype=options.dtype,
         # Packs differ in length.
         variable_seq_lengths=stages > 1,
@@ -149,6 +150,8 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
     if rotary_dim is not None:
         assert config.kv_channels is not None
         gpt.rotary_pos_emb = PartialRotaryEmbedding(rotary_dim, config.kv_channels, rotary_base(text_config))
+    # It would cut positions as if they were one row; its caller gives those that a rank needs.
+    gpt.rotary_pos_emb.cp_group = None
     # torch's norms ignore params_dtype, and megatron's distributed optimizer confuses the tensors of a parameter group
     # that holds two dtypes.
     return gpt.to(options.dtype)

@@ -41,18 +41,23 @@ class ParallelTopology:
     pp_size: int
     dp_rank: int
     dp_size: int
+    cp_rank: int = 0
+    cp_size: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks on each axis: what a checkpoint says it was saved by."""
-        return {"tp_size": self.tp_size, "pp_size": self.pp_size, "dp_size": self.dp_size}
+        """Ranks on each axis: what a checkpoint says it was saved by. Axes of later versions only where they are used,
+        so that older checkpoints say the same."""
+        later = {"cp_size": self.cp_size} if self.cp_size > 1 else {}
+        return {"tp_size": self.tp_size, "pp_size": self.pp_size, "dp_size": self.dp_size, **later}
 
 
 def init(layout: ParallelLayout = _ALONE, *, seed: int = 1, timeout_s: float = 600.0) -> ParallelTopology:
     """Start torch.distributed (NCCL on GPUs, gloo on CPU) and megatron's groups, then seed every generator.
 
     torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK are used where set. Dropout-like streams are
-    seeded alike on data-parallel ranks and apart on tensor-parallel and pipeline ranks, as megatron does.
+    seeded alike on data-parallel and context-parallel ranks and apart on tensor-parallel and pipeline ranks, as
+    megatron does.
     Raises ConfigError where the world does not divide into the layout.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -71,7 +76,9 @@ def init(layout: ParallelLayout = _ALONE, *, seed: int = 1, timeout_s: float = 6
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     cpu_compat.install()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
     )
     _seed(seed)
     return topology()
@@ -88,6 +95,8 @@ def topology() -> ParallelTopology:
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
     )
 
 

@@ -64,10 +64,11 @@ def outputs_of(model: Any, microbatches: Microbatches[Key], **options: Any) -> I
         return outputs.values.sum(), outputs
 
     keys, results = _run_schedule(model, microbatches, last, options, forward_only=True)
+    values_only = bool(options.get("values_only"))
     for index, key in enumerate(keys):
-        mine = results[index].packed() if results else None
+        mine = results[index].packed(values_only=values_only) if results else None
         content = from_stage(mine, last_stage()).cpu()
-        yield key, TokenOutputs.unpacked(content, values_only=bool(options.get("values_only")))
+        yield key, TokenOutputs.unpacked(content, values_only=values_only)
 
 
 def _run_schedule(

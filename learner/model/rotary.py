@@ -15,7 +15,7 @@ class InterleavedRotaryEmbedding(MultimodalRotaryEmbedding):
     """Megatron's embedding with Qwen3-VL's order of axes (see `mrope_axes`)."""
 
     def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: object = None) -> Tensor:
-        """position_ids int64 [3, b, T] -> angles float32 [T, b, 1, d]. Context parallelism is not implemented."""
+        """position_ids int64 [3, b, T] -> angles float32 [T, b, 1, d]."""
         del cp_group
         axes = torch.from_numpy(mrope_axes(mrope_section, interleaved=True)).to(position_ids.device)
         half = position_ids.permute(2, 1, 0)[..., axes].float() * self.inv_freq.to(position_ids.device)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vagen.common.errors import ConfigError
 from vagen.learner.model.attention import SegmentedLayer, SegmentedSDPAttention
+from vagen.learner.model.context_attention import ContextSDPAttention
 from vagen.learner.model.deepstack import DeepstackLayer
 
 __all__ = [
@@ -82,7 +83,8 @@ def decoder_layer_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization, qk_layernorm=config.qk_layernorm
     )
     spec.module = SegmentedLayer
-    spec.submodules.self_attention.submodules.core_attention = SegmentedSDPAttention
+    attention = ContextSDPAttention if config.context_parallel_size > 1 else SegmentedSDPAttention
+    spec.submodules.self_attention.submodules.core_attention = attention
     if post_norms:
         spec.submodules.self_attention.submodules.linear_proj = PostNormLinear
         spec.submodules.mlp.submodules.linear_fc2 = PostNormLinear

@@ -40,8 +40,14 @@ def launch(tmp_path):
         (
             6,
             ["tensor_parallel_size=2", "pipeline_parallel_size=2"],
-            "tensor_parallel_size 2 * pipeline_parallel_size 2 = 4 processes hold one copy of the model and must "
-            "divide the 6 that run; start `torchrun --nproc-per-node 4`",
+            "tensor_parallel_size 2 * pipeline_parallel_size 2 * context_parallel_size 1 = 4 processes train the same "
+            "rows and must divide the 6 that run; start `torchrun --nproc-per-node 4`",
+        ),
+        (
+            6,
+            ["tensor_parallel_size=2", "context_parallel_size=2"],
+            "tensor_parallel_size 2 * pipeline_parallel_size 1 * context_parallel_size 2 = 4 processes train the same "
+            "rows and must divide the 6 that run; start `torchrun --nproc-per-node 4`",
         ),
         (4, ["tensor_parallel_size=4"], "num_key_value_heads 2 does not divide by $.learner.tensor_parallel_size 4"),
         (4, ["pipeline_parallel_size=4"], "num_hidden_layers 6 does not divide by $.learner.pipeline_parallel_size 4"),
@@ -62,7 +68,7 @@ def test_a_layout_that_does_not_fit_is_one_line(launch, world_size, settings, se
 
 
 def test_a_layout_that_fits_is_not_refused(launch):
-    ended = launch(8, "tensor_parallel_size=2", "pipeline_parallel_size=2")
+    ended = launch(8, "tensor_parallel_size=2", "pipeline_parallel_size=2", "context_parallel_size=2")
     assert "expected --redis" in ended.stderr
 
 

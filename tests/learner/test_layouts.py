@@ -91,8 +91,10 @@ def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, t
         "dp4": layout(),
         "tp2-dp2": [*layout(tensor=2), "learner.sequence_parallel=true"],
         "tp2-pp2": [*layout(tensor=2, pipeline=2), "learner.recompute=true"],
+        "cp2-tp2": [*layout(context=2, tensor=2), "learner.sequence_parallel=true"],
+        "cp2-pp2": [*layout(context=2, pipeline=2), "learner.recompute=true"],
     }
-    reshards = [(beginning, layout(pipeline=2)), (middle, layout(tensor=2))]
+    reshards = [(beginning, layout(pipeline=2)), (middle, layout(context=2))]
     rounded = "learner.bf16=true"
     jobs["bf16"] = [*jobs["tp2-pp2"], rounded]
     content = [(tmp_path / name, archive, settings) for name, settings in jobs.items()]
@@ -100,7 +102,7 @@ def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, t
     (tmp_path / "jobs.json").write_text(json.dumps(content, default=str))
     torchrun(4, WORKER, tmp_path / "jobs.json", model_dir)
     one_process(tmp_path / "resharded", archive, model_dir)
-    for name in ("dp4", "tp2-dp2", "tp2-pp2", "resharded"):
+    for name in ("dp4", "tp2-dp2", "tp2-pp2", "cp2-tp2", "cp2-pp2", "resharded"):
         assert_same_training(tmp_path / name, tmp_path / "one")
     one_process(tmp_path / "one-bf16", archive, model_dir, rounded)
     losses = [[line["loss"]["total"] for line in journal(tmp_path / name)] for name in ("bf16", "one-bf16")]

@@ -16,12 +16,17 @@ from vagen.learner.model.checkpoint_io import begin_checkpoint, load_checkpoint,
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.model.pipeline import outputs_of
 
-LAYOUTS = (ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout())
+LAYOUTS = (
+    ParallelLayout(tensor=2),
+    ParallelLayout(pipeline=2),
+    ParallelLayout(context=2),
+    ParallelLayout(),
+)
 FORBIDDEN = torch.tensor([500, 501, 502])
 
 
 def name_of(place: parallel.ParallelTopology) -> str:
-    return f"tp{place.tp_size}-pp{place.pp_size}-dp{place.dp_size}"
+    return f"tp{place.tp_size}-pp{place.pp_size}-cp{place.cp_size}-dp{place.dp_size}"
 
 
 def loss_of(_: None, out: TokenOutputs) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Two real gloo ranks, tensor-parallel, in two pipeline stages and data-parallel, against one process."""
+"""Two real gloo ranks, each with half of every layer, of the layers, of every row, or of the rows: as one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_two_ranks_equal_one(
     one = rank_worker.run(tmp_path, batches, parallel.topology())
     torchrun(2, WORKER, tmp_path)
 
-    for layout in ("tp2-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2"):
+    for layout in ("tp2-pp1-cp1-dp1", "tp1-pp2-cp1-dp1", "tp1-pp1-cp2-dp1", "tp1-pp1-cp1-dp2"):
         two = torch.load(tmp_path / f"result-{layout}.pt", weights_only=False)
         _assert_close(two["loaded"], one["loaded"], atol=0.0)
         for got, want in zip(two["outputs"], one["outputs"], strict=True):
