@@ -40,6 +40,7 @@ from vagen.learner.model.attention import SegmentedSeqParams
 from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
 from vagen.learner.model.collectives import from_stage, gather_over_stages, last_stage
 from vagen.learner.model.context_attention import ContextSeqParams
+from vagen.learner.model.context_images import encode_in_parts
 from vagen.learner.model.context_shard import ContextShard, divided
 from vagen.learner.model.cpu_compat import compute_device
 from vagen.learner.model.deepstack import DeepstackSeqParams
@@ -262,9 +263,21 @@ class VisionLanguageActorCritic(MegatronModule):
         return features.index_select(0, rows.to(features.device))
 
     def encode_images(self, images: ImageBatch) -> Tensor:
-        """Features of the distinct images, one after another: [tokens, (1 + K) * hidden_size]."""
+        """Features of the distinct images, one after another: [tokens, (1 + K) * hidden_size].
+
+        Collective over the ranks that share rows.
+        """
         assert self._tower is not None
-        return self._tower(images.patches, [(int(t), int(h), int(w)) for t, h, w in images.grids.tolist()])
+        grids = [(int(t), int(h), int(w)) for t, h, w in images.grids.tolist()]
+        if self.config.context_parallel_size == 1:
+            return self._tower(images.patches, grids)
+        width = (1 + self.family.num_deepstack(self.hf_config)) * self.config.hidden_size
+        return encode_in_parts(
+            *(self._tower, images.patches, grids),
+            merge_unit=self.merge_unit,
+            nothing=images.patches.new_empty(0, width, dtype=self.config.params_dtype),
+            is_trained=not self.has_frozen_vision,
+        )
 
     @property
     def merge_unit(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vagen.learner.model.attention import rotate, rotation
 from vagen.learner.model.batch import PackedBatch
 from vagen.learner.model.context_attention import ContextPlan, attend
+from vagen.learner.model.context_images import first_images
 from vagen.learner.model.context_shard import ContextShard, chunk_owner, padded_for_context
 
 WORKER = Path(__file__).with_name("context_worker.py")
@@ -74,6 +75,13 @@ def test_a_rank_holds_an_early_and_a_late_chunk_of_each_row() -> None:
     assert (first.scored.tolist(), first.rows.tolist()) == ([0, 2], [0, 2])
     assert (second.scored.tolist(), second.rows.tolist()) == ([1, 3], [0, 5])
     assert first.order.tolist() == second.order.tolist() == [0, 2, 1, 3]
+
+
+def test_pictures_are_shared_out_evenly() -> None:
+    assert first_images([4, 4, 4, 4], 2) == [0, 2, 4]
+    assert first_images([96, 4, 4, 96], 4) == [0, 1, 2, 3, 4]
+    assert first_images([400, 4, 4], 2) == [0, 1, 3]
+    assert first_images([7], 3) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
