@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 from torch import Tensor
 
+from tests.model import context_worker
 from vagen.learner.model.attention import rotate, rotation
 from vagen.learner.model.batch import PackedBatch
 from vagen.learner.model.context_attention import ContextPlan, attend
 from vagen.learner.model.context_images import first_images
 from vagen.learner.model.context_shard import ContextShard, chunk_owner, padded_for_context
 
-WORKER = Path(__file__).with_name("context_worker.py")
+WORKER = Path(context_worker.__file__)
 HEADS, GROUPS, WIDTH = 4, 2, 8
 LENGTHS = (3, 61, 5, 41, 1, 60, 2, 33, 91)
 
