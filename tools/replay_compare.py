@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -25,9 +26,8 @@ from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.checkpoint_io import load_checkpoint
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import parallel_session
-from vagen.learner.models import load_models
+from vagen.learner.models import Trained, load_trained
 from vagen.learner.replay import refuse_unknown_behaviour
-from vagen.learner.sft import adam_options
 from vagen.tools.replay_measure import Bench, Bucket, Measured
 
 __all__ = ["CompareOptions", "Comparison", "Correction", "CorrectionResult", "compare", "select"]
@@ -36,8 +36,8 @@ OnProgress = Callable[[str, int, int], None]
 
 DEFAULT_BOUNDS = (0, 1, 2, 4, 8, 16, 32)
 
-_SHARED_SETTINGS = ("value_loss", "value_bins", "value_range")
-"""Of `learner.loss`: they decide the model, which all corrections have in common."""
+_SHARED_SETTINGS = ("loss.value_loss", "loss.value_bins", "loss.value_range", "critic.trunk", "critic.privileged")
+"""Of `learner`: they decide the critic, which all corrections have in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,20 +160,20 @@ def compare(options: CompareOptions, on_progress: OnProgress) -> Comparison:
     configs = {name: section(recipe, "learner", LearnerConfig) for name, recipe in recipes.items()}
     _check_models_agree(configs)
     first = next(iter(configs.values()))
+    _require_a_critic(options, first)
     seed = section(next(iter(recipes.values())), "run", RunConfig).seed
     torch.set_num_threads(first.num_threads)
-    preparer = RowPreparer.load(options.model_dir)
+    preparer = RowPreparer.load(options.model_dir, privileged=first.critic.privileged)
     forbidden = preparer.forbidden_token_ids
     with parallel_session(seed=seed + 1):
         with_reference = next((c for c in configs.values() if c.reference.is_used), first)
-        model, reference = load_models(options.model_dir, with_reference)
-        trainer = Trainer(model, adam_options(first.optimizer))
-        at_step = _load(options, model, trainer)
+        trained = load_trained(options.model_dir, msgspec.structs.replace(first, reference=with_reference.reference))
+        at_step = _load(options, trained, with_reference)
         chosen = select(archive, at_step, options.bounds, options.per_bucket, seed)
         batch = _prepare(archive, chosen, preparer)
         segments = _segments_by_bucket(chosen.staleness, options.bounds)
         on_progress("scoring", 0, 1 + len(configs) * len(segments))
-        bench = Bench.of(model, reference, trainer, batch, forbidden, seed, first.max_tokens_per_microbatch)
+        bench = Bench.of(trained, batch, forbidden, seed, first.max_tokens_per_microbatch)
         buckets = [bench.bucket(_range(options.bounds, number), members) for number, members in segments.items()]
         results = _measure(bench, options.corrections, configs, list(segments.values()), on_progress)
     return Comparison(
@@ -210,11 +210,26 @@ def _measure(
     return results
 
 
-def _load(options: CompareOptions, model: VisionLanguageActorCritic, trainer: Trainer) -> int | None:
+def _require_a_critic(options: CompareOptions, config: LearnerConfig) -> None:
+    """An exported model has the policy alone: values of a critic that was trained apart are in the checkpoint."""
+    is_apart = config.critic.trunk == "separate"
+    if is_apart and options.checkpoint is None and exported_step(options.model_dir) is not None:
+        raise ConfigError(
+            f"$.learner.critic.trunk: separate, and {options.model_dir} is an exported policy without its critic; give "
+            "--checkpoint, the folder RUN/learner/checkpoints/step-N that has both, and --model as the run began"
+        )
+
+
+def _load(options: CompareOptions, trained: Trained, config: LearnerConfig) -> int | None:
     """Take in the checkpoint's weights, and say which learner step the model is of."""
     step = exported_step(options.model_dir)
     if options.checkpoint is not None:
-        step = load_checkpoint(options.checkpoint, model, trainer)["step"]
+        beside: dict[str, Trainer | VisionLanguageActorCritic] = {}
+        if trained.critic is not None:
+            beside["critic"] = trained.critic
+        if trained.reference is not None and config.reference.refresh_every:
+            beside["reference"] = trained.reference
+        step = load_checkpoint(options.checkpoint, trained.policy.model, trained.policy, beside)["step"]
     return step if options.at_step is None else options.at_step
 
 
@@ -222,10 +237,11 @@ def _check_models_agree(configs: Mapping[str, LearnerConfig]) -> None:
     (first_name, first), *others = configs.items()
     for name, config in others:
         for field in _SHARED_SETTINGS:
-            value, expected = getattr(config.loss, field), getattr(first.loss, field)
+            read = attrgetter(field)
+            value, expected = read(config), read(first)
             require(
                 value == expected,
-                f"learner.loss.{field}",
+                f"learner.{field}",
                 value,
                 f"{expected} for {name} as for {first_name}: the critic is the model's, which all have in common",
             )

@@ -25,6 +25,7 @@ from vagen.learner.losses.diagnostics import effective_sample_size
 from vagen.learner.losses.policy import policy_loss
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.optimizer import Trainer
+from vagen.learner.models import Trained
 from vagen.learner.scoring import Scores, score
 from vagen.learner.token_data import TokenData
 from vagen.learner.update import PolicyUpdate
@@ -82,23 +83,15 @@ class Bench:
     seed: int
 
     @classmethod
-    def of(
-        cls,
-        model: VisionLanguageActorCritic,
-        reference: VisionLanguageActorCritic | None,
-        trainer: Trainer,
-        batch: TrainingBatch,
-        forbidden: Tensor,
-        seed: int,
-        max_tokens: int,
-    ) -> Bench:
-        """Scores the batch in microbatches of `max_tokens`."""
-        model.eval()
-        scores = score(model, batch, max_tokens, forbidden, reference)
+    def of(cls, trained: Trained, batch: TrainingBatch, forbidden: Tensor, seed: int, max_tokens: int) -> Bench:
+        """Scores the batch in microbatches of `max_tokens`; a critic of its own is not needed after that."""
+        model = trained.policy.model.eval()
+        critic = None if trained.critic is None else trained.critic.model.eval()
+        scores = score(model, batch, max_tokens, forbidden, trained.reference, critic)
         return cls(
             model=model,
-            reference=reference,
-            trainer=trainer,
+            reference=trained.reference,
+            trainer=trained.policy,
             batch=batch,
             scores=scores,
             forbidden=forbidden,

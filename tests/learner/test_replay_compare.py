@@ -98,6 +98,7 @@ def test_corrections_of_ones_own_are_named_in_front_of_the_setting():
     [
         (["--compare", "defualt"], "$.compare.names: expected names out of default, uncorrected, plain_ppo"),
         (["--set", "default:run.seed=1"], "$.compare.set: expected NAME: that is not one of the study's"),
+        (["--set", "a:learner.critic.trunk=separate"], "$.learner.critic.trunk: expected shared for a as for default"),
         (["--set", "a:learner.loss.value_loss=two_hot"], "$.learner.loss.value_loss: expected smooth_l1 for a"),
         (["--buckets", "4,2"], "$.compare.buckets: expected ascending integers >= 0"),
         (["--at-step", "-1"], "no trajectory has a staleness of 0 or more"),
@@ -129,3 +130,20 @@ def test_an_exported_model_knows_its_step_and_the_command_prints_and_draws(make_
     newest = max((tmp_path / "run" / "learner" / "checkpoints").iterdir())
     again = CliRunner().invoke(app, [*argv, "--json", "--model", str(model_dir), "--checkpoint", str(newest)])
     assert json.loads(again.stdout) | {"model": export} == result, "a checkpoint is the model exported from it"
+
+
+def test_values_are_those_of_a_critic_of_its_own_which_only_a_checkpoint_has(make_archive, model_dir, tmp_path):
+    path = make_archive(num_steps=3)
+    # The policy does not move: what differs between start and checkpoint is the critic.
+    settings = ["learner.critic={trunk: separate, lr: 1.0e-2, warmup_steps: 3}"]
+    sizes = ["learner.batch_size=6", "learner.total_steps=3", "learner.minibatch_rows=8"]
+    run_replay(read_recipe("frozenlake", settings + sizes), model_dir, tmp_path / "run", ReplayOptions(path=path))
+    newest = max((tmp_path / "run" / "learner" / "checkpoints").iterdir())
+    asked = {"path": path, "config": "frozenlake", "corrections": [Correction(name="default")], "overrides": settings}
+    trained = compare(CompareOptions(**asked, model_dir=model_dir, checkpoint=newest), quietly)
+    fresh = compare(CompareOptions(**asked, model_dir=model_dir, at_step=3), quietly)
+    assert trained.at_step == 3 and trained.buckets == fresh.buckets
+    errors, fresh_errors = ([m.value_error for m in c.corrections[0].buckets] for c in (trained, fresh))
+    assert all(abs(error - other) > 0.01 for error, other in zip(errors, fresh_errors, strict=True))
+    with pytest.raises(ConfigError, match=r"an exported policy without its critic; give --checkpoint"):
+        compare(CompareOptions(**asked, model_dir=tmp_path / "run" / "learner" / "export"), quietly)

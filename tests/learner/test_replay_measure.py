@@ -13,8 +13,7 @@ from vagen.learner.batching import microbatches
 from vagen.learner.config import LearnerConfig
 from vagen.learner.losses.config import LossConfig
 from vagen.learner.losses.diagnostics import effective_sample_size
-from vagen.learner.model.optimizer import AdamOptions, Trainer
-from vagen.learner.models import load_models
+from vagen.learner.models import load_models, load_trained
 from vagen.learner.token_data import advantage_inputs
 from vagen.tools.replay_measure import Bench
 
@@ -24,9 +23,9 @@ DEFAULT = LearnerConfig()
 
 @pytest.fixture
 def bench(model_dir, batch, one_process):
-    model, _ = load_models(model_dir, DEFAULT)
-    forbidden = torch.tensor([model.hf_config.image_token_id])
-    return Bench.of(model, None, Trainer(model, AdamOptions()), batch, forbidden, seed=5, max_tokens=10_000)
+    trained = load_trained(model_dir, DEFAULT)
+    forbidden = torch.tensor([trained.policy.model.hf_config.image_token_id])
+    return Bench.of(trained, batch, forbidden, seed=5, max_tokens=10_000)
 
 
 def ratios(bench, members):
