@@ -17,7 +17,7 @@ from vagen.learner.model.parallel import parallel_session
 from vagen.learner.models import load_models
 from vagen.tools.export import ExportOptions, export
 
-TEXT, VISION = ("qwen2", "qwen3"), ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
+TEXT, VISION = ("qwen2", "qwen3"), ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl")
 BOUND = 1e-4
 OUTPUT = [40, 41, 42, 43, 44, 45]
 
