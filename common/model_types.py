@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["why_unsupported"]
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vagen.common.errors import ConfigError
+
+__all__ = ["require_unquantised", "why_unsupported"]
 
 _LINEAR = (
     "most of its layers are gated delta nets (linear attention), for which megatron-core needs flash-linear-attention, "
@@ -27,3 +33,19 @@ def why_unsupported(model_type: str) -> str:
     """`: reason` for a type that is known and refused, else an empty text."""
     reason = _REASONS.get(model_type)
     return "" if reason is None else f": {reason}"
+
+
+def require_unquantised(config: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for a model whose weights are numbers only together with scales; `config` is its config.json.
+
+    Read without them they load as any others, and are wrong.
+    """
+    for place in ("", "text_config."):
+        content = config if not place else config.get("text_config") or {}
+        for key in ("quantization_config", "compression_config"):
+            if content.get(key):
+                method = content[key].get("quant_method", "?") if isinstance(content[key], Mapping) else "?"
+                raise ConfigError(
+                    f"{path}: {place}{key}: expected none, got quant_method {method}: the weights are quantised;"
+                    " take the model's folder in bfloat16, or write one with transformers (dequantize=True)"
+                )

@@ -35,6 +35,7 @@ from vagen.learner.config import BroadcastConfig
 from vagen.learner.disk_publish import publish_by_disk
 from vagen.learner.engine_control import EngineControl, ProbeAnswer, ProbePrompt, open_session, probe_engine
 from vagen.learner.engine_links import EngineLinks, Link, side_by_side
+from vagen.learner.engine_quantisation import PlainEngines
 from vagen.learner.engine_visit import EngineVisit
 from vagen.learner.group_publish import publish_together
 from vagen.learner.weight_buckets import Deliveries, Delivery
@@ -75,6 +76,7 @@ class Broadcaster:
         """Raises ConfigError where `disk_dir` cannot be written to."""
         self._config = config
         self._links = EngineLinks(config.broadcast_timeout_s)
+        self._plain = PlainEngines()
         self._folders = WeightFolders(Path(config.disk_dir), config.disk_keep) if config.disk_dir else None
 
     def publish(
@@ -108,6 +110,7 @@ class Broadcaster:
     def forget(self, engine: str) -> None:
         """Leave the group with an engine (base URL) that is no longer published to, and keep no file for it."""
         self._links.forget(engine)
+        self._plain.forget(engine)
         if self._folders is not None:
             self._folders.forget(engine)
 
@@ -133,7 +136,8 @@ class Broadcaster:
             # While the engines are asked to pause.
             threads.submit(deliveries.original.buckets.prepare, 0)
             async with open_session() as session:
-                visits = [EngineVisit(self._control(session, url), deliveries, self._config) for url in engines]
+                controls = [self._control(session, url) for url in engines]
+                visits = [EngineVisit(control, deliveries, self._config, self._plain) for control in controls]
                 by_url = await self._visit(visits, deliveries)
             served = [visit for visit in visits if by_url[visit.engine.url] is None]
             return PublishReport(

@@ -105,6 +105,7 @@ def run(
 def _check_layout(config: LearnerConfig, model: Path) -> None:
     """Every rank says so before it waits for others, or for torch."""
     from vagen.common.config import require
+    from vagen.common.model_types import require_unquantised
     from vagen.common.vocabulary import read_model_json
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -116,7 +117,9 @@ def _check_layout(config: LearnerConfig, model: Path) -> None:
         "false, or a tensor_parallel_size above 1",
     )
     config.layout.require_batch(config.batch_size, world_size)
-    config.layout.require_model(read_model_json(model / "config.json"), model / "config.json")
+    content = read_model_json(model / "config.json")
+    config.layout.require_model(content, model / "config.json")
+    require_unquantised(content, model / "config.json")
 
 
 def _check_checkpoint(config: LearnerConfig, model: Path, run_dir: Path) -> None:

@@ -19,6 +19,7 @@ from vagen.learner.config import BroadcastConfig
 from vagen.learner.engine_checksums import can_compare, require_equal
 from vagen.learner.engine_control import EngineControl
 from vagen.learner.engine_links import LinkPlan, num_ranks
+from vagen.learner.engine_quantisation import PlainEngines
 from vagen.learner.weight_buckets import Deliveries, Delivery
 
 __all__ = ["RESUME_SHARE", "TRANSFER_SHARE", "EngineVisit"]
@@ -30,7 +31,9 @@ TRANSFER_SHARE, RESUME_SHARE = 0.8, 0.9
 class EngineVisit:
     """The steps of a publish to one engine. They raise EngineError, BroadcastError or RuntimeError."""
 
-    def __init__(self, engine: EngineControl, deliveries: Deliveries, config: BroadcastConfig) -> None:
+    def __init__(
+        self, engine: EngineControl, deliveries: Deliveries, config: BroadcastConfig, plain: PlainEngines
+    ) -> None:
         self.engine = engine
         self.stage = "server_info"
         """What is being done, for the reason of a failure."""
@@ -41,6 +44,7 @@ class EngineVisit:
         """What it gets, once `inform` has asked for its dtype."""
         self._deliveries = deliveries
         self._config = config
+        self._plain = plain
         self._asked_to_pause_at: float | None = None
         self._began_at: float | None = None
 
@@ -77,6 +81,7 @@ class EngineVisit:
         self.stage = "server_info"
         self.info = await self.engine.get("/server_info")
         num_ranks(self.engine.url, self.info)  # raises EngineError for layouts that cannot be served
+        await self._plain.require(self.engine, self.info)
         self.delivery = await self._deliveries.of(self.info)
 
     @property

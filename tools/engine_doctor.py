@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from vagen.common.errors import ConfigError, EngineError, EngineRefusedError, EngineUnavailableError
 from vagen.learner.config import BroadcastConfig
 from vagen.learner.engine_control import EngineControl, open_session
+from vagen.learner.engine_quantisation import why_quantised
 from vagen.tools.doctor import Finding
 
 __all__ = ["TESTED_SGLANG", "EngineDoctor"]
@@ -144,6 +145,9 @@ def _layout(info: Mapping[str, Any]) -> Iterator[Finding]:
         if info.get(name, 1) != 1:
             text = f"{name} {info[name]}: weights are published to engines with {name} 1 only"
             yield Finding(name="layout", ok=False, text=text)
+    reason = why_quantised(info, {})
+    if reason is not None:
+        yield Finding(name="layout", ok=False, text=reason)
 
 
 def _prefix_cache(info: Mapping[str, Any]) -> Finding:

@@ -36,7 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vagen.actor.local_engine.config import EngineConfig
 from vagen.common.errors import ConfigError
-from vagen.common.model_types import why_unsupported
+from vagen.common.model_types import require_unquantised, why_unsupported
 from vagen.common.towers import AnyImageSpec, image_spec, vision_tower
 from vagen.common.trajectory import VisionTokens
 from vagen.common.vision import Grid, mrope_axes
@@ -276,7 +276,9 @@ class EngineModel:
 def _load(model_dir: Path, dtype: torch.dtype) -> Any:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir}: expected a model folder with a config.json")
-    model_type = read_model_json(model_dir / "config.json").get("model_type")
+    content = read_model_json(model_dir / "config.json")
+    require_unquantised(content, model_dir / "config.json")
+    model_type = content.get("model_type")
     if model_type not in _KINDS:
         raise ConfigError(
             f"{model_dir}: the local engine runs {', '.join(_KINDS)}, got model type {model_type}"

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from vagen.common.errors import CheckpointError, TrajectoryError
+from vagen.common.model_types import require_unquantised
 from vagen.common.towers import vision_tower
 from vagen.common.vision import VisionTower
 from vagen.common.vocabulary import read_model_json
@@ -296,7 +297,9 @@ class VisionLanguageActorCritic(MegatronModule):
         """
         source = Path(model_dir)
         # Before transformers reads it, which has a sentence of its own for model types that it does not know.
-        family_of(str(read_model_json(source / "config.json").get("model_type")))
+        content = read_model_json(source / "config.json")
+        family_of(str(content.get("model_type")))
+        require_unquantised(content, source / "config.json")
         model = cls(AutoConfig.from_pretrained(source), options or ModelOptions(), source)
         family, text_config = model.family, model.family.text_config(model.hf_config)
         state = {family.hf_name(name): tensor for name, tensor in read_weights(source).items()}

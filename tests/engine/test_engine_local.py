@@ -183,6 +183,7 @@ def test_a_pause_without_an_administrator_ends_by_itself(engine, lab):
         (("names", "model.language_model.norm.weight"), "no parameter model.language_model.norm.weight"),
         (("shapes", [63]), r"shapes: model.norm.weight is \[64\], got \[63\]"),
         (("dtypes", "bfloat16"), "dtypes: model.norm.weight is float32, got bfloat16"),
+        (("dtypes", "float8_e4m3fn"), "dtypes: model.norm.weight is float32, got float8_e4m3fn"),
     ],
 )
 def test_wrong_weights_are_refused_before_anything_is_received(engine, change, message):
