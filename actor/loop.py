@@ -195,8 +195,8 @@ class ActorLoop:
         env = self._envs.take()
         is_good = False
         started = time.monotonic()
+        harness, client = make_harness(self._harness), EpisodeClient(self._engines)
         try:
-            harness, client = make_harness(self._harness), EpisodeClient(self._engines)
             result = await run_episode(
                 task, env, harness, client, self._renderer, self._limits, self._config.reward_placement
             )
@@ -211,6 +211,7 @@ class ActorLoop:
             self._metrics.count("vagen_actor_episodes_total", outcome="cancelled")
             raise
         finally:
+            client.close()
             if is_good:
                 self._envs.give_back(env)
             else:

@@ -25,7 +25,7 @@ from vagen.actor.loop import ActorLoop
 from vagen.actor.rendering import ChatRenderer
 from vagen.actor.sender import Presence, Sender
 from vagen.actor.spool import Spool
-from vagen.common.config import RunConfig, section, to_plain
+from vagen.common.config import RunConfig, require, section, to_plain
 from vagen.common.memory import collect_rarely, keep_freed_memory
 from vagen.common.metrics import Metrics
 from vagen.envs.registry import parse_environment_config
@@ -69,12 +69,14 @@ class ActorSections:
         """Raises `ConfigError` naming the first setting that cannot work."""
         env = section(recipe, "env", EnvSection)
         parse_environment_config(env.name, env.config)
-        return cls(
-            run=section(recipe, "run", RunConfig),
-            actor=section(recipe, "actor", ActorConfig),
-            env=env,
-            harness=section(recipe, "harness", HarnessConfig),
+        actor, harness = section(recipe, "actor", ActorConfig), section(recipe, "harness", HarnessConfig)
+        require(
+            actor.engines.conversations == "client" or (harness.name == "concat" and harness.window == 0),
+            "actor.engines.conversations",
+            actor.engines.conversations,
+            f"client with harness {harness.name}, window {harness.window}: only concat, window 0, keeps what was said",
         )
+        return cls(run=section(recipe, "run", RunConfig), actor=actor, env=env, harness=harness)
 
 
 async def serve(options: ActorOptions, sections: ActorSections) -> None:

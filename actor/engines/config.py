@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from vagen.common.config import Section, require
+
+_CONVERSATION_IDLE_S = 600.0
 
 
 class EnginesConfig(Section, frozen=True, kw_only=True):
@@ -29,6 +33,8 @@ class EnginesConfig(Section, frozen=True, kw_only=True):
     """And at most; the limit starts here."""
     kv_high: float = 0.9
     """Share of the KV cache in use above which the limit is halved."""
+    conversations: Literal["client", "server"] = "client"
+    """Who keeps what was said: with `server`, which only SGLang can, a turn sends what is new (see docs/engines.md)."""
 
     def __post_init__(self) -> None:
         for name in ("request_timeout_s", "probe_s", "probe_timeout_s", "quarantine_s"):
@@ -38,6 +44,12 @@ class EnginesConfig(Section, frozen=True, kw_only=True):
             "actor.engines.router_url",
             self.router_url,
             "no router_url beside file: the router lists its engines",
+        )
+        require(
+            self.conversations == "client" or self.router_url is None,
+            "actor.engines.conversations",
+            self.conversations,
+            "client with router_url: the router may send each turn to another engine",
         )
         require(self.failures >= 1, "actor.engines.failures", self.failures, "int >= 1")
         require(self.min_in_flight >= 1, "actor.engines.min_in_flight", self.min_in_flight, "int >= 1")
@@ -54,3 +66,9 @@ class EnginesConfig(Section, frozen=True, kw_only=True):
             f"float >= quarantine_s ({self.quarantine_s:g})",
         )
         require(0 < self.kv_high <= 1, "actor.engines.kv_high", self.kv_high, "0 < float <= 1")
+
+    @property
+    def conversation_idle_s(self) -> float:
+        """After which SGLang may forget a conversation: it must not while a request of it runs, which is given up
+        after `request_timeout_s`."""
+        return max(_CONVERSATION_IDLE_S, 10 * self.request_timeout_s)

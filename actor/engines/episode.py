@@ -17,6 +17,7 @@ import logging
 import time
 
 from vagen.actor.client import MAX_ABORTS_WITHOUT_PROGRESS, Generation, back_off
+from vagen.actor.engines.conversation import Conversation
 from vagen.actor.engines.exchange import FinishReason, Partial, Piece
 from vagen.actor.engines.member import Member
 from vagen.actor.engines.pool import EnginePool
@@ -30,10 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeClient:
-    """An `EngineClient` for one episode; `pool` is connected and runs."""
+    """An `EngineClient` for one episode; `pool` is connected and runs. `close` it when the episode has ended."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
+        self._conversation: Conversation | None = None
         self._home: Member | None = None
         self._identity: EngineIdentity | None = None
 
@@ -80,20 +82,19 @@ class EpisodeClient:
             await back_off(aborts, deadline, f"{member.url}: aborted {rid}")
         raise AssertionError("unreachable: the loop returns or raises")
 
+    def close(self) -> None:
+        """The episode has ended."""
+        if self._conversation is not None:
+            self._pool.end(self._conversation)
+            self._conversation = None
+
     async def _ask(
         self, member: Member, prompt: Prompt, partial: Partial, sampling: SamplingParams, rid: str, deadline: float
     ) -> Piece:
         """One request, in the slot that was acquired for it. Ends early when the engine does not answer its probes."""
         is_answered = False
         timeout_s = min(self._pool.config.request_timeout_s, max(0.001, deadline - time.monotonic()))
-        request = member.exchange.send(
-            prompt,
-            partial,
-            sampling=sampling,
-            rid=rid,
-            timeout_s=timeout_s,
-            oldest_version=self._pool.oldest_version(member),
-        )
+        request = self._send(member, prompt, partial, sampling, rid, timeout_s)
         sending, losing = asyncio.ensure_future(request), asyncio.ensure_future(member.lost.wait())
         try:
             await asyncio.wait({sending, losing}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,6 +111,55 @@ class EpisodeClient:
                 sending.cancel()
                 self._pool.abort(member, rid)
             self._pool.release(member)
+
+    async def _send(
+        self, member: Member, prompt: Prompt, partial: Partial, sampling: SamplingParams, rid: str, timeout_s: float
+    ) -> Piece:
+        """The whole prompt, or what is new of it where the engine keeps the conversation."""
+        until = time.monotonic() + timeout_s
+
+        async def send(conversation: Conversation | None) -> Piece:
+            oldest = self._pool.oldest_version(member)
+            return await member.exchange.send(
+                prompt,
+                partial,
+                sampling=sampling,
+                rid=rid,
+                timeout_s=max(0.001, until - time.monotonic()),
+                oldest_version=oldest,
+                conversation=conversation,
+            )
+
+        if self._pool.config.conversations == "client":
+            return await send(None)
+        # Not on hold while it is used: a request that is given up may still run, and then nobody may close it.
+        conversation = self._take_conversation(member, prompt, partial)
+        if conversation is not None and conversation.is_begun:
+            try:
+                return self._keep(conversation, await send(conversation))
+            except EngineRefusedError as error:
+                logger.info("%s: the whole prompt, as it refuses to go on: %s", rid, error)
+        conversation = await Conversation.open(member.http, self._pool.config.conversation_idle_s)
+        return self._keep(conversation, await send(conversation))
+
+    def _take_conversation(self, member: Member, prompt: Prompt, partial: Partial) -> Conversation | None:
+        """The one to go on with, if this engine has it and the prompt begins with it; another one is closed."""
+        conversation, self._conversation = self._conversation, None
+        if conversation is None:
+            return None
+        ids = prompt.token_ids + partial.token_ids
+        if conversation.http is member.http and conversation.is_continued_by(ids, prompt.pictures):
+            return conversation
+        self._pool.end(conversation)
+        return None
+
+    def _keep(self, conversation: Conversation, piece: Piece) -> Piece:
+        """Go on with a conversation at the next turn, unless the engine aborted this one."""
+        if piece.finish_reason == "abort":
+            self._pool.end(conversation)
+        else:
+            self._conversation = conversation
+        return piece
 
     def _note_answer(self, member: Member, reason: FinishReason) -> None:
         member.note_answer()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from vagen.actor.engines.conversation import Addition, Conversation
 from vagen.actor.engines.http import EngineHttp
 from vagen.actor.rendering import ChatRenderer, Prompt
 from vagen.common.errors import EngineError, EngineRefusedError
@@ -38,6 +39,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
     weight_versions: list[_Span] = []
+    prompt_tokens: int = -1
 
 
 class _Answer(msgspec.Struct):
@@ -95,18 +97,28 @@ class Exchange:
         rid: str,
         timeout_s: float,
         oldest_version: int = 0,
+        conversation: Conversation | None = None,
     ) -> Piece:
-        """Ask once for what is missing of a response; `partial` is not changed.
+        """Ask once for what is missing of a response; `partial` is not changed. The prompt must go on from
+        `conversation`, which notes an answer that others may be built upon.
 
         Raises an `EngineError`, also for tokens of a version below `oldest_version`, which the engine cannot have
         unless it was restarted.
         """
         self._check_prompt(prompt)
-        body = self._body(prompt, partial, sampling, rid)
+        ids = prompt.token_ids + partial.token_ids
+        said = (
+            Addition(ids, prompt.pictures, {}) if conversation is None else conversation.addition(ids, prompt.pictures)
+        )
+        body = self._body(said, partial, sampling, rid)
         answer = self.http.decode(await self.http.call("POST", "/generate", body, timeout_s), _Answer)
         piece = self._check(answer, partial.missing, oldest_version)
         if piece.finish_reason != "abort" and not (partial.token_ids or piece.token_ids):
             raise EngineError(f"{self.http.url}: a response without tokens (finish reason {piece.finish_reason})")
+        if conversation is not None:
+            self._check_length(answer, self._renderer.expanded_length(prompt) + len(partial.token_ids))
+            if piece.finish_reason != "abort":
+                conversation.note_answer(rid, ids + piece.token_ids, prompt.pictures)
         return piece
 
     def _check_prompt(self, prompt: Prompt) -> None:
@@ -116,10 +128,16 @@ class Exchange:
         if found != len(prompt.pictures):
             raise EngineRefusedError(f"prompt has {found} image placeholders and {len(prompt.pictures)} images")
 
-    def _body(self, prompt: Prompt, partial: Partial, sampling: SamplingParams, rid: str) -> dict[str, Any]:
+    def _check_length(self, answer: _Answer, expected: int) -> None:
+        """SGLang joined the prompt itself: that it has as many tokens as ours is all that it says of it."""
+        found = answer.meta_info.prompt_tokens
+        if found != expected:
+            raise EngineError(f"{self.http.url}: its conversation has {found} tokens, and ours {expected}")
+
+    def _body(self, said: Addition, partial: Partial, sampling: SamplingParams, rid: str) -> dict[str, Any]:
         body: dict[str, Any] = {
             "rid": rid,
-            "input_ids": prompt.token_ids + partial.token_ids,
+            "input_ids": list(said.token_ids),
             "sampling_params": {
                 "max_new_tokens": partial.missing,
                 "temperature": sampling.temperature,
@@ -138,8 +156,10 @@ class Exchange:
         if self._renderer.vision is not None:
             bias = forbidding_bias(self._renderer.vision.forbidden_token_ids)
             body["sampling_params"]["logit_bias"] = bias
-        if prompt.pictures:
-            body["image_data"] = [picture.base64 for picture in prompt.pictures]
+        if said.pictures:
+            body["image_data"] = [picture.base64 for picture in said.pictures]
+        if said.session_params:
+            body["session_params"] = dict(said.session_params)
         return body
 
     def _check(self, answer: _Answer, budget: int, oldest_version: int) -> Piece:

@@ -130,6 +130,11 @@ class Member:
                 "vision: it could sample image tokens, and its log-probabilities would be another distribution's; "
                 "list the engines instead"
             )
+        if self._config.conversations == "server" and identity.kind != "sglang":
+            raise EngineRefusedError(
+                f"{self.url} is the local engine, which keeps no conversations: "
+                "set actor.engines.conversations to client"
+            )
         if self.identity is None:
             logger.info("engine %s answers: incarnation %s", self.url, identity.incarnation)
         elif self.identity.incarnation != identity.incarnation:

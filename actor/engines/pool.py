@@ -15,11 +15,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 from vagen.actor.client import no_engine
 from vagen.actor.engines.config import EnginesConfig
+from vagen.actor.engines.conversation import Conversation
 from vagen.actor.engines.member import Member
 from vagen.actor.engines.roster import Roster
 from vagen.actor.engines.routing import choose
@@ -218,15 +219,22 @@ class EnginePool:
     def abort(self, member: Member, rid: str) -> None:
         """Tell in the background whoever may have a request that nobody waits for it any more."""
         for holder in self._members.values() if member.is_routed else (member,):
-            task = asyncio.create_task(holder.http.abort(rid), name=f"abort {rid}")
-            self._side_work.add(task)
-            task.add_done_callback(self._side_work.discard)
+            self._in_background(holder.http.abort(rid))
+
+    def end(self, conversation: Conversation) -> None:
+        """Tell in the background the engine that keeps a conversation that nobody goes on with it."""
+        self._in_background(conversation.close())
 
     def oldest_version(self, member: Member) -> int:
         """The least version that an answer to a request with a slot of `member` may have."""
         if not member.is_routed:
             return member.version
         return min((m.version for m in self._members.values() if m.is_usable), default=member.version)
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._side_work.add(task)
+        task.add_done_callback(self._side_work.discard)
 
     def _give_up(self, waiter: _Waiter) -> None:
         if waiter.slot.done() and not waiter.slot.cancelled():

@@ -282,6 +282,14 @@ def test_a_missing_buffer_is_one_clear_line_within_seconds(
         (["--set", "actor.concurency=1"], "$.actor.concurency: unknown key"),
         (["--set", "env.name=chess"], "chess"),
         (["--set", "harness.window=2", "--set", "harness.name=no_concat"], "$.harness.window"),
+        (
+            ["--set", "actor.engines.conversations=server", "--set", "harness.window=2"],
+            "$.actor.engines.conversations: expected client with harness concat, window 2",
+        ),
+        (
+            ["--set", "actor.engines.conversations=server", "--set", "actor.engines.router_url=http://x"],
+            "$.actor.engines.conversations: expected client with router_url",
+        ),
         (["--engine", "ftp://x"], "--engine: expected http://HOST:PORT or local"),
         (["--engine", "local", "--engine", "http://x"], "--engine local: expected no other engine"),
         (["--engines", "/nowhere.txt"], "/nowhere.txt: cannot read the list of engines"),
