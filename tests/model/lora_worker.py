@@ -20,6 +20,7 @@ from vagen.learner.model.optimizer import AdamOptions, Trainer
 
 OPTIONS = ModelOptions(adapter=AdapterOptions(rank=4, alpha=16.0))
 ADAM = AdamOptions(eps=1e-3, weight_decay=0.1, clip_grad=0.5)
+LAYOUTS = {"tp2": ParallelLayout(tensor=2), "cp2": ParallelLayout(context=2)}
 
 
 def loss_of(_: None, out: TokenOutputs) -> torch.Tensor:
@@ -36,15 +37,14 @@ def train_steps(trainer: Trainer, batch: PackedBatch, count: int) -> list[float]
     return norms
 
 
-def run(work: Path, batch: PackedBatch) -> dict[str, Any]:
-    """Everything that must not depend on the number of ranks; saves `own-N`, loads `foreign` of one rank."""
+def run(work: Path, batch: PackedBatch, name: str = "one") -> dict[str, Any]:
+    """Everything that must not depend on the layout, `name`; saves `own-NAME`, loads `foreign` of one rank."""
     model = VisionLanguageActorCritic.load_hf(work / "vl", OPTIONS).train()
     trainer = Trainer(model, ADAM)
-    size = parallel.topology().tp_size
     result: dict[str, Any] = {"norms": train_steps(trainer, batch, 3), "merged": model.export_hf_state()}
-    save_checkpoint(work / f"own-{size}", model, trainer, {})
-    model.save_hf(work / f"saved-{size}")
-    result["adapter"] = load_file(work / f"saved-{size}" / "adapter" / "adapter_model.safetensors")
+    save_checkpoint(work / f"own-{name}", model, trainer, {})
+    model.save_hf(work / f"saved-{name}")
+    result["adapter"] = load_file(work / f"saved-{name}" / "adapter" / "adapter_model.safetensors")
     if not (work / "foreign").exists():
         save_checkpoint(work / "foreign", model, trainer, {})
     load_checkpoint(work / "foreign", model, trainer)
@@ -56,10 +56,11 @@ def run(work: Path, batch: PackedBatch) -> dict[str, Any]:
 def main(work: Path) -> None:
     torch.set_num_threads(1)
     batch: PackedBatch = torch.load(work / "batch.pt", weights_only=False)
-    with parallel.parallel_session(ParallelLayout(tensor=2), timeout_s=60) as place:
-        result = run(work, batch)
-        if place.rank == 0:
-            torch.save(result, work / "result.pt")
+    for name, layout in LAYOUTS.items():
+        with parallel.parallel_session(layout, timeout_s=60) as place:
+            result = run(work, batch, name)
+            if place.rank == 0:
+                torch.save(result, work / f"result-{name}.pt")
 
 
 if __name__ == "__main__":

@@ -181,25 +181,24 @@ def test_a_resumed_adapter_goes_on_to_the_bit(save_vl: Any, vl_rows: Any, pack: 
             load_checkpoint(tmp_path / "c", other.model, other)
 
 
-def test_two_tensor_parallel_ranks_equal_one(
-    save_vl: Any, vl_rows: Any, pack: Any, tmp_path: Path, torchrun: Any
-) -> None:
+def test_two_ranks_equal_one(save_vl: Any, vl_rows: Any, pack: Any, tmp_path: Path, torchrun: Any) -> None:
     save_vl(tied=True, name="vl")
     batch = pack(vl_rows)
     torch.save(batch, tmp_path / "batch.pt")
     assert parallel.topology().tp_size == 1
     one = lora_worker.run(tmp_path, batch)
     torchrun(2, WORKER, tmp_path)
-    two = torch.load(tmp_path / "result.pt", weights_only=False)
-    assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
-    assert two["resumed_norms"] == pytest.approx(one["resumed_norms"], rel=1e-4)
-    for key in ("merged", "adapter"):
-        assert set(two[key]) == set(one[key])
-        for name, expected in one[key].items():
-            torch.testing.assert_close(two[key][name], expected, rtol=1e-4, atol=5e-5)
-    for name, expected in one["merged"].items():
-        torch.testing.assert_close(two["resumed"][name], expected, rtol=1e-5, atol=1e-6)
-    model = _load(tmp_path / "vl", lora_worker.OPTIONS)
-    load_checkpoint(tmp_path / "own-2", model, Trainer(model, AdamOptions()))
-    for name, found in model.export_hf_state().items():
-        torch.testing.assert_close(found, two["merged"][name], rtol=1e-5, atol=1e-6)
+    for layout in lora_worker.LAYOUTS:
+        two = torch.load(tmp_path / f"result-{layout}.pt", weights_only=False)
+        assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        assert two["resumed_norms"] == pytest.approx(one["resumed_norms"], rel=1e-4)
+        for key in ("merged", "adapter"):
+            assert set(two[key]) == set(one[key])
+            for name, expected in one[key].items():
+                torch.testing.assert_close(two[key][name], expected, rtol=1e-4, atol=5e-5)
+        for name, expected in one["merged"].items():
+            torch.testing.assert_close(two["resumed"][name], expected, rtol=1e-5, atol=1e-6)
+        model = _load(tmp_path / "vl", lora_worker.OPTIONS)
+        load_checkpoint(tmp_path / f"own-{layout}", model, Trainer(model, AdamOptions()))
+        for name, found in model.export_hf_state().items():
+            torch.testing.assert_close(found, two["merged"][name], rtol=1e-5, atol=1e-6)
