@@ -11,13 +11,14 @@ import typer
 app = typer.Typer(
     name="vagen-actor",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Play episodes with a policy served by an engine, and send them to the buffer.",
 )
 
 Recipe = Annotated[
-    str | None, typer.Option("--config", metavar="RECIPE", help="Path of a recipe, or the name of a shipped one.")
+    str | None, typer.Option("--config", metavar="RECIPE", help="A yaml file, or the name of a shipped one.")
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
@@ -70,9 +71,11 @@ def run_command(
     config: Recipe = None,
     overrides: Overrides = None,
     name: Annotated[str, typer.Option("--name", help="Of this actor, unique within the run.")] = "actor-0",
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Default: runs/<run.name>.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of the run; runs/<run.name> by default.")
+    ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", help="Journal and spool. Default: <run-dir>/<name>/spool.")
+        Path | None, typer.Option("--data-dir", metavar="DIR", help="Journal and spool; RUN_DIR/NAME/spool by default.")
     ] = None,
 ) -> None:
     from vagen.common.errors import VagenError

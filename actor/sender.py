@@ -5,18 +5,16 @@
         HEARTBEAT every `heartbeat_s` --------------> STATUS
         REQUEST while slots are free ----------------> GRANT
 
-Owns the socket, the window, resending and the latest status. Does not own what is in flight (`spool`) nor which
-episodes run (`loop`).
+Owns the window, resending and the latest status. Does not own the socket (`buffer_socket`), what is in flight (`spool`)
+nor which episodes run (`loop`).
 
-Dropped here: nothing. `sndhwm` is 0 and the window is the bound, since a high-water mark equal to the window stalls
-sends until a timer; nothing is handed to the socket while no connection stands, so nothing piles up in it. Whatever
-is unacked when a connection is made is sent again, which ids make harmless.
+Dropped here: nothing. Nothing is handed to the socket while no connection stands, and whatever is unacked when a
+connection is made is sent again, which ids make harmless.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -24,11 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import zmq
-import zmq.asyncio
 from ulid import ULID
-from zmq.utils.monitor import parse_monitor_message
 
-from vagen.actor.handshake import FAILURES, HandshakeFailure, explain_failure
+from vagen.actor.buffer_socket import BufferSocket
+from vagen.actor.handshake import HandshakeFailure, explain_failure
 from vagen.actor.signals import Signal
 from vagen.actor.spool import Entry, Spool
 from vagen.common.curve import ActorKeys
@@ -53,7 +50,6 @@ from vagen.common.wire import (
 logger = logging.getLogger(__name__)
 
 _ID_BYTES = 16
-_LINGER_MS = 1000
 _SILENCE_S = 60.0
 _MAX_SILENCE_S = 960.0
 _REFUSED_RETRY_S = 2.0
@@ -123,37 +119,11 @@ class Sender:
         self._heard_at = 0.0
         self._silence_s = _SILENCE_S
         self._unanswered = 0
-        self._socket: zmq.asyncio.Socket | None = None
-        self._monitor: zmq.asyncio.Socket | None = None
-        self._context: zmq.asyncio.Context | None = None
+        self._socket = BufferSocket(url, keys)
 
     def open(self) -> None:
         """Make the socket and begin to connect. Raises `ConfigError` for a malformed address."""
-        self._context = zmq.asyncio.Context()
-        # The routing id stays random: an actor must not be shut out by its own half-open old connection.
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.IPV6, 1)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, _LINGER_MS)
-        self._socket.set(zmq.RECONNECT_IVL, 100)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 2000)
-        # ZeroMQ's own heartbeats would take an ingest at capacity, which reads nothing, for dead.
-        self._socket.set(zmq.TCP_KEEPALIVE, 1)
-        self._socket.set(zmq.TCP_KEEPALIVE_IDLE, 20)
-        self._socket.set(zmq.TCP_KEEPALIVE_INTVL, 10)
-        if self._keys is not None:
-            self._socket.curve_publickey, self._socket.curve_secretkey = self._keys.own
-            self._socket.curve_serverkey = self._keys.server
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILURES
-        )
-        try:
-            self._socket.connect(self.url)
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            self._context.term()
-            raise ConfigError(f"--buffer {self.url}: expected tcp://HOST:PORT ({error})") from error
+        self._socket.open()
 
     async def run(self) -> None:
         """Serve the socket until cancelled."""
@@ -250,26 +220,16 @@ class Sender:
 
     async def close(self) -> None:
         """Say good-bye, so that the buffer gives this actor's tasks to others at once, and close the socket."""
-        if self._context is None or self._context.closed:
-            return
-        if self._connected:
-            await self._post(Kind.HEARTBEAT, self._heartbeat(closing=True))
-        self._close_sockets()
-        # Blocks for the linger at most, and not the loop.
-        await asyncio.to_thread(self._context.term)
-
-    def _close_sockets(self) -> None:
-        assert self._socket is not None and self._monitor is not None
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=_LINGER_MS)
+        if self._socket.is_open:
+            if self._connected:
+                await self._post(Kind.HEARTBEAT, self._heartbeat(closing=True))
+            await self._socket.close()
 
     async def _watch(self) -> None:
         """Follow the connection; on each new one everything unacked goes out again."""
-        assert self._monitor is not None
         handle = -1
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())
+            event = await self._socket.next_event()
             failure = explain_failure(event, self._keys)
             if failure is not None:
                 await self._take_failure(failure)
@@ -299,13 +259,7 @@ class Sender:
         self.changed.notify()
         if failure.is_final:
             await asyncio.sleep(_REFUSED_RETRY_S)
-            self._connect_again()
-
-    def _connect_again(self) -> None:
-        assert self._socket is not None
-        with contextlib.suppress(zmq.ZMQError):  # after a refusal there may be nothing left to disconnect
-            self._socket.disconnect(self.url)
-        self._socket.connect(self.url)
+            self._socket.connect_again()
 
     async def _send(self) -> None:
         """Fill the window, oldest first."""
@@ -318,13 +272,11 @@ class Sender:
                 continue  # the ack of an earlier send came while it waited to be sent again
             self._window[entry.trajectory_id] = _Sent(entry, time.monotonic())
             envelope, payload = await self._spool.load(entry.actor_seq)
-            assert self._socket is not None
-            await self._socket.send_multipart([Kind.PUT.value, envelope, payload])
+            await self._socket.send(Kind.PUT.value, envelope, payload)
 
     async def _receive(self) -> None:
-        assert self._socket is not None
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._socket.receive()
             self._heard_at = time.monotonic()
             self._silence_s = _SILENCE_S
             self._unanswered = 0
@@ -401,7 +353,7 @@ class Sender:
         logger.warning("buffer %s: no answer for %.0f s, connecting again", self.url, self._silence_s)
         self._heard_at = time.monotonic()
         self._silence_s = min(2 * self._silence_s, _MAX_SILENCE_S)
-        self._connect_again()
+        self._socket.connect_again()
 
     def _resend(self, keys: list[bytes]) -> None:
         entries = sorted((self._window.pop(key).entry for key in keys), key=lambda entry: entry.actor_seq)
@@ -423,5 +375,4 @@ class Sender:
         )
 
     async def _post(self, kind: Kind, message: Heartbeat | CreditRequest | EpisodeFailed) -> None:
-        assert self._socket is not None, "open() first"
-        await self._socket.send_multipart([kind.value, encode_message(message)])
+        await self._socket.send(kind.value, encode_message(message))

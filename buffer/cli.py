@@ -14,10 +14,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Config = Annotated[str, typer.Option("--config", help="Recipe: a yaml file, or the name of a shipped one.")]
-Override = Annotated[list[str] | None, typer.Option("--set", help="Override, section.key=value; may be repeated.")]
-RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; runs/<run.name> by default.")]
-Redis = Annotated[str | None, typer.Option("--redis", help="URL of a Redis; none means the embedded Valkey.")]
+Config = Annotated[str, typer.Option("--config", metavar="RECIPE", help="A yaml file, or the name of a shipped one.")]
+Override = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
+]
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of the run; runs/<run.name> by default.")
+]
 
 
 @app.command()
@@ -25,8 +28,15 @@ def serve(
     config: Config,
     overrides: Override = None,
     run_dir: RunDir = None,
-    endpoint: Annotated[str | None, typer.Option(help="Where actors connect, for example tcp://0.0.0.0:5600.")] = None,
-    redis: Redis = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where actors connect, for example tcp://0.0.0.0:5600.")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="A Redis that runs already; by default buffer.redis_url, else one is started."
+        ),
+    ] = None,
     shard: Annotated[int, typer.Option(min=0, help="Which of buffer.shards this process serves.")] = 0,
 ) -> None:
     """Take in trajectories and pace the actors, until SIGTERM or SIGINT.
@@ -57,11 +67,13 @@ def serve(
 def audit(
     config: Annotated[
         str | None,
-        typer.Option("--config", help="Recipe that names the run; by default --run-dir does."),
+        typer.Option("--config", metavar="RECIPE", help="Names the run; by default --run-dir does."),
     ] = None,
     overrides: Override = None,
     run_dir: RunDir = None,
-    redis: Redis = None,
+    redis: Annotated[
+        str | None, typer.Option(metavar="URL", help="Redis of the run; by default its ready.json says.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the accounting identity by reason; exit with 1 when it does not hold, with 2 when it cannot be read.

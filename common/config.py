@@ -3,7 +3,7 @@
 A recipe is one yaml file whose top-level keys are the sections of `SECTIONS`. Each section is a frozen, keyword-only
 `msgspec.Struct` that lives beside the code it configures; this module only reads, merges and validates. Unknown keys
 are refused everywhere, and every error names the path, the value and the bound:
-`$.learner.batch_size: expected int >= 1, got "many"`.
+`$.learner.batch_size: expected int >= 1, got 0`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""From trajectories to packed tensors: which token is scored where, and how rows fill microbatches.
+"""From trajectories to rows and flat tensors: which token is scored where.
 
 Owns the order of policy tokens (the order in which they were sampled, trajectory after trajectory) and the mapping
-between that flat order and the rows of a microbatch. Does not own the model, advantages or losses.
+between that flat order and the rows. Does not own how rows fill microbatches (`packing`), the model, advantages or
+losses.
 
 Legend: B trajectories, S = B segments, N policy tokens of the batch, T tokens of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,9 @@ from vagen.common.trajectory import ImageRef, Row, Trajectory, VisionTokens
 from vagen.common.vision import Grid
 from vagen.common.vocabulary import read_model_json, vision_tokens
 from vagen.learner.images import ImageStore
-from vagen.learner.model.batch import PackedBatch
 from vagen.learner.privileged import StateText
 
-__all__ = ["PreparedRow", "RowPreparer", "TrainingBatch", "pack_rows", "partition", "prepare_batch"]
+__all__ = ["PreparedRow", "RowPreparer", "TrainingBatch", "partition", "prepare_batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,46 +218,16 @@ def prepare_batch(
     temperatures = {trajectory.sampling.temperature for trajectory in trajectories}
     if len(temperatures) != 1:
         raise TrajectoryError("sampling.temperature", f"expected one for the batch, got {sorted(temperatures)}")
-    store = preparer.new_store()
-    rows: list[PreparedRow] = []
-    bootstrap_rows: list[PreparedRow] = []
-    states = preparer.states
-    privileged: tuple[list[PreparedRow], list[PreparedRow]] = ([], [])
-    logprobs, rewards, turn_ids, segment_ids, versions = [], [], [], [], []
-    first_slot = first_turn = 0
+    tokens, rows = _FlatTokens(), _BatchRows(preparer)
     for segment, trajectory in enumerate(trajectories):
-        order = _TokenOrder(trajectory)
-        for number, (row, slots) in enumerate(zip(trajectory.rows, order.slots, strict=True)):
-            if len(slots):
-                rows.append(preparer.policy_row(row, slots + first_slot, trajectory.images, store))
-            if len(slots) and states is not None:
-                told = states.row(row, [turn for turn in trajectory.turns if turn.row == number])
-                privileged[0].append(preparer.policy_row(told, slots + first_slot, trajectory.images, store))
-        if trajectory.bootstrap is not None:
-            prompt = trajectory.bootstrap
-            bootstrap_rows.append(
-                preparer.bootstrap_row(prompt.token_ids, prompt.images, segment, trajectory.images, store)
-            )
-            if states is not None:
-                ids = states.prompt(prompt)
-                privileged[1].append(preparer.bootstrap_row(ids, prompt.images, segment, trajectory.images, store))
-        logprobs.append(order.gather([row.behaviour_logprobs for row in trajectory.rows]))
-        versions.append(order.gather([row.policy_versions for row in trajectory.rows]))
-        turns = order.gather([row.turn_index for row in trajectory.rows]).astype(np.int64)
-        turn_ids.append(turns - turns[0] + first_turn)
-        segment_ids.append(np.full(order.num_tokens, segment))
-        rewards.append(order.rewards(trajectory))
-        first_slot += order.num_tokens
-        first_turn = int(turn_ids[-1][-1]) + 1
+        rows.add(trajectory, segment, tokens.add(trajectory, segment))
     return TrainingBatch(
-        rows=rows,
-        bootstrap_rows=bootstrap_rows,
-        images=store,
-        behaviour_logprobs=torch.from_numpy(np.concatenate(logprobs)),
-        rewards=torch.from_numpy(np.concatenate(rewards)),
-        turn_ids=torch.from_numpy(np.concatenate(turn_ids)),
-        segment_ids=torch.from_numpy(np.concatenate(segment_ids)),
-        versions=torch.from_numpy(np.concatenate(versions).astype(np.int64)),
+        rows=rows.policy,
+        bootstrap_rows=rows.bootstrap,
+        privileged_rows=rows.privileged,
+        privileged_bootstrap_rows=rows.privileged_bootstrap,
+        images=rows.store,
+        **tokens.tensors(),
         staleness=torch.tensor(list(staleness)),
         group_ids=torch.tensor([groups[t.group_id] for t in trajectories]),
         num_groups=len(groups),
@@ -268,9 +238,77 @@ def prepare_batch(
         temperature=temperatures.pop(),
         weights=None if weights is None else torch.tensor(list(weights), dtype=torch.float32),
         trajectories=list(trajectories),
-        privileged_rows=None if states is None else privileged[0],
-        privileged_bootstrap_rows=None if states is None else privileged[1],
     )
+
+
+class _BatchRows:
+    """The rows of the trajectories so far, and the images that they share.
+
+    `privileged` and `privileged_bootstrap` are the same as a privileged critic reads them, None where there is none.
+    """
+
+    def __init__(self, preparer: RowPreparer) -> None:
+        self.policy: list[PreparedRow] = []
+        self.bootstrap: list[PreparedRow] = []
+        self.privileged: list[PreparedRow] | None = None if preparer.states is None else []
+        self.privileged_bootstrap: list[PreparedRow] | None = None if preparer.states is None else []
+        self.store = preparer.new_store()
+        self._preparer = preparer
+
+    def add(self, trajectory: Trajectory, segment: int, slots: Sequence[np.ndarray]) -> None:
+        """Take the next trajectory; `slots` int64 are the places of each row's policy tokens in the flat order."""
+        states, encoded = self._preparer.states, trajectory.images
+        for number, (row, row_slots) in enumerate(zip(trajectory.rows, slots, strict=True)):
+            if not len(row_slots):
+                continue
+            self.policy.append(self._preparer.policy_row(row, row_slots, encoded, self.store))
+            if states is not None and self.privileged is not None:
+                told = states.row(row, [turn for turn in trajectory.turns if turn.row == number])
+                self.privileged.append(self._preparer.policy_row(told, row_slots, encoded, self.store))
+        prompt = trajectory.bootstrap
+        if prompt is None:
+            return
+        images = prompt.images
+        self.bootstrap.append(self._preparer.bootstrap_row(prompt.token_ids, images, segment, encoded, self.store))
+        if states is not None and self.privileged_bootstrap is not None:
+            ids = states.prompt(prompt)
+            self.privileged_bootstrap.append(self._preparer.bootstrap_row(ids, images, segment, encoded, self.store))
+
+
+class _FlatTokens:
+    """The policy tokens of the trajectories so far, in the batch's flat order."""
+
+    def __init__(self) -> None:
+        self._logprobs: list[np.ndarray] = []
+        self._rewards: list[np.ndarray] = []
+        self._turn_ids: list[np.ndarray] = []
+        self._segment_ids: list[np.ndarray] = []
+        self._versions: list[np.ndarray] = []
+        self._num_tokens = self._num_turns = 0
+
+    def add(self, trajectory: Trajectory, segment: int) -> list[np.ndarray]:
+        """Append a trajectory's; returns for each of its rows the int64 slots of its policy tokens."""
+        order = _TokenOrder(trajectory)
+        self._logprobs.append(order.gather([row.behaviour_logprobs for row in trajectory.rows]))
+        self._versions.append(order.gather([row.policy_versions for row in trajectory.rows]))
+        turns = order.gather([row.turn_index for row in trajectory.rows]).astype(np.int64)
+        self._turn_ids.append(turns - turns[0] + self._num_turns)
+        self._segment_ids.append(np.full(order.num_tokens, segment))
+        self._rewards.append(order.rewards(trajectory))
+        slots = [row_slots + self._num_tokens for row_slots in order.slots]
+        self._num_tokens += order.num_tokens
+        self._num_turns = int(self._turn_ids[-1][-1]) + 1
+        return slots
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of `TrainingBatch` that have an entry for each token."""
+        return {
+            "behaviour_logprobs": torch.from_numpy(np.concatenate(self._logprobs)),
+            "rewards": torch.from_numpy(np.concatenate(self._rewards)),
+            "turn_ids": torch.from_numpy(np.concatenate(self._turn_ids)),
+            "segment_ids": torch.from_numpy(np.concatenate(self._segment_ids)),
+            "versions": torch.from_numpy(np.concatenate(self._versions).astype(np.int64)),
+        }
 
 
 def _task_ids(trajectories: Sequence[Trajectory], tasks: Mapping[str, int] | None) -> torch.Tensor:
@@ -308,73 +346,17 @@ class _TokenOrder:
         return self.gather(per_row)
 
 
-def pack_rows(rows: Sequence[PreparedRow], max_tokens: int) -> list[list[int]]:
-    """Indices of `rows` in microbatches of at most `max_tokens` tokens each (a longer row is alone in its own).
-
-    First-fit over rows in descending length; deterministic.
-    """
-    order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in order:
-        size = len(rows[index])
-        for number, free in enumerate(room):
-            if size <= free:
-                bins[number].append(index)
-                room[number] -= size
-                break
-        else:
-            bins.append([index])
-            room.append(max_tokens - size)
-    return bins
-
-
-@dataclass(frozen=True)
-class RowMicrobatches:
-    """Rows in packs that are made when they are asked for; with each comes the flat slots int64 [n] of its tokens."""
-
-    rows: Sequence[PreparedRow]
-    images: ImageStore
-    members: list[list[int]]
-    """Rows of each pack."""
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-    def __iter__(self) -> Iterator[tuple[PackedBatch, torch.Tensor]]:
-        for members in self.members:
-            packed = [self.rows[index] for index in members]
-            yield _pack(packed, self.images), torch.from_numpy(np.concatenate([row.slots for row in packed]))
-
-
-def microbatches(rows: Sequence[PreparedRow], images: ImageStore, max_tokens: int) -> RowMicrobatches:
-    """Rows packed as `pack_rows` says."""
-    return RowMicrobatches(rows, images, pack_rows(rows, max_tokens))
-
-
-def _pack(rows: Sequence[PreparedRow], images: ImageStore) -> PackedBatch:
-    starts = np.cumsum([0, *(len(row) for row in rows)])
-    scored = [row.score_positions + start for row, start in zip(rows, starts[:-1], strict=True)]
-    return PackedBatch(
-        token_ids=torch.from_numpy(np.concatenate([row.token_ids for row in rows])),
-        position_ids=torch.from_numpy(np.concatenate([row.position_ids for row in rows], axis=1)),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        score_positions=torch.from_numpy(np.concatenate(scored).astype(np.int64)),
-        images=images.batch([name for row in rows for name in row.images]),
-    )
-
-
-def partition(num_tokens: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Split trajectories over `num_parts` data-parallel ranks so that their token counts balance.
+def partition(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Split trajectories of these `sizes` over `num_parts` data-parallel ranks so that the sums balance.
 
     Greedy longest-processing-time; a pure function of its arguments, so that every rank computes the same. Indices in
     each part ascend. Every part gets at least one trajectory when there are enough.
     """
-    order = sorted(range(len(num_tokens)), key=lambda index: (-num_tokens[index], index))
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     load = [0] * num_parts
     for index in order:
         lightest = min(range(num_parts), key=lambda part: (load[part], len(parts[part]), part))
         parts[lightest].append(index)
-        load[lightest] += num_tokens[index]
+        load[lightest] += sizes[index]
     return [sorted(part) for part in parts]

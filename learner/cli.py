@@ -41,15 +41,21 @@ def main() -> None:
     "vagen-learner run --config frozenlake --model runs/a/model --run-dir runs/b --replay runs/a/archive"
 )
 def run(
-    config: Annotated[str, typer.Option(help="Recipe: a yaml file, or the name of a shipped one.")],
-    model: Annotated[Path, typer.Option(help="Model directory to start from (transformers format).")],
+    config: Annotated[str, typer.Option(metavar="RECIPE", help="A yaml file, or the name of a shipped one.")],
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face model folder to start from.")],
     redis: Annotated[
-        str | None, typer.Option(help="Redis of the buffer; of several shards with a Redis each, all URLs in order.")
+        str | None,
+        typer.Option(metavar="URL[,..]", help="Redis of the buffer; of shards with a Redis each all, in order."),
     ] = None,
-    run_dir: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, metrics, logs.")] = Path("runs/run"),
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/<run.name> by default.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
+    ] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="Train from this saved buffer: no actor, no Redis, no engine.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Train from this saved buffer: no actor, no Redis, no engine."),
     ] = None,
     replay_order: Annotated[
         ReplayOrder | None,
@@ -76,6 +82,7 @@ def run(
         _check_checkpoint(learner, model, run_dir)
         settings = section(recipe, "run", RunConfig)
         vision_tokens(model)
+        run_dir = run_dir or Path("runs") / settings.name
         log = run_dir / "learner" / "learner.log"
         if replay is not None:
             if redis is not None:

@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from vagen.common.errors import ConfigError
-from vagen.learner.batching import RowMicrobatches
 from vagen.learner.config import LearnerConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.optimizer import StepStats, Trainer
 from vagen.learner.model.pipeline import outputs_of
+from vagen.learner.packing import RowMicrobatches
 
 __all__ = ["CriticUpdate", "Rates"]
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from vagen.common.trajectory import ImageRef, Row, Trajectory, VisionTokens
-from vagen.learner.batching import PreparedRow, RowPreparer, microbatches
+from vagen.learner.batching import PreparedRow, RowPreparer
 from vagen.learner.broadcast import ProbeAnswer, ProbePrompt
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.pipeline import outputs_of
+from vagen.learner.packing import microbatches
 
 __all__ = ["Probe"]
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vagen.learner.batching import TrainingBatch, microbatches
+from vagen.learner.batching import TrainingBatch
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.pipeline import outputs_of
+from vagen.learner.packing import microbatches
 
 __all__ = ["Scores", "score"]
 

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from vagen.common.errors import ConfigError
-from vagen.learner.batching import PreparedRow, microbatches
+from vagen.learner.batching import PreparedRow
 from vagen.learner.config import OptimizerConfig, SFTConfig
 from vagen.learner.images import ImageStore
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.optimizer import AdamOptions, Trainer
+from vagen.learner.packing import microbatches
 
 __all__ = ["SFTData", "SFTProgress", "adam_options", "train_sft"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from vagen.common.errors import ConfigError
 from vagen.learner.advantages.batch import AdvantageOutputs
 from vagen.learner.advantages.estimate import estimate_advantages
-from vagen.learner.batching import TrainingBatch, microbatches
+from vagen.learner.batching import TrainingBatch
 from vagen.learner.config import LearnerConfig
 from vagen.learner.critic import CriticUpdate, Rates
 from vagen.learner.losses.diagnostics import RatioDiagnostics, explained_variance, ratio_diagnostics
@@ -33,6 +33,7 @@ from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.collectives import add_losses, gather_over_data_parallel
 from vagen.learner.model.optimizer import Trainer
+from vagen.learner.packing import microbatches
 from vagen.learner.scoring import Scores, score
 from vagen.learner.token_data import Reduce, TokenData, advantage_inputs, row_numbers
 

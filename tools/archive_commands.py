@@ -79,7 +79,7 @@ def load(
         str | None, typer.Option(metavar="FILE", help="Secret key, for a buffer that encrypts; as an actor's.")
     ] = None,
     server_key_file: Annotated[str | None, typer.Option(metavar="FILE", help="The buffer's public key.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="S", help="How long the buffer may take nothing.")] = 30.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long the buffer may take nothing.")] = 30.0,
     as_json: AsJson = False,
 ) -> None:
     """Put an archive into a live buffer, through the ingest's checks; says what was refused and why.

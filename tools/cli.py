@@ -242,13 +242,17 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Fold
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="None lists them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Of a benchmark; without one they are listed.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Of the benchmark; repeatable.")
     ] = None,
 ) -> None:
-    """Measure one part of the system on this machine. A benchmark's own options follow its name.
+    """Measure one part of the system on this machine; without a name, list what can be measured.
+
+    A benchmark's own options follow its name. One that it does not know is answered with those that it knows.
 
     Examples:
 

@@ -18,7 +18,7 @@ __all__ = ["parse_corrections", "replay"]
 
 def replay(
     path: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="A saved buffer.")],
-    model: Annotated[Path, typer.Option(metavar="DIR", help="Model directory (transformers format).")],
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face model folder.")],
     config: Annotated[str, typer.Option(metavar="RECIPE", help="A yaml file, or the name of a shipped one.")],
     compare: Annotated[
         str, typer.Option(metavar="NAMES", help="Corrections of the staleness study, separated by commas.")

@@ -154,7 +154,7 @@ def test_running_actor_is_shut_out_when_its_key_is_removed_and_let_in_again(
                 lambda: b'refused_peers_total{run="run",what="message"}' in scrape(running), "the gate looked again"
             )
             await sender.put(make_trajectory())
-            sender._connect_again()
+            sender._socket.connect_again()
             await until(lambda: "does not allow this actor's key" in caplog.text, "the reason is logged")
             assert store.accounting().pending == 0
             keyring.actor("good")

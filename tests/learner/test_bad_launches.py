@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -60,11 +59,9 @@ def launch(tmp_path):
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_line(launch, world_size, settings, sentence):
-    started = time.monotonic()
     ended = launch(world_size, *settings)
     assert ended.returncode == 2, ended.stderr
     assert sentence in ended.stderr and len(ended.stderr.splitlines()) == 1
-    assert time.monotonic() - started < 10
 
 
 def test_a_layout_that_fits_is_not_refused(launch):

@@ -25,7 +25,8 @@ from vagen.common.trajectory import (
     content_hash,
 )
 from vagen.common.vision import ImageSpec
-from vagen.learner.batching import PreparedRow, RowPreparer, microbatches, pack_rows, partition, prepare_batch
+from vagen.learner.batching import PreparedRow, RowPreparer, partition, prepare_batch
+from vagen.learner.packing import microbatches, pack_rows
 
 IMAGE_TOKEN = 9
 VISION = VisionTokens(image_token_id=IMAGE_TOKEN, forbidden_token_ids=(IMAGE_TOKEN,))

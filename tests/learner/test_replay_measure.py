@@ -9,11 +9,11 @@ import torch
 
 from vagen.learner.advantages.config import AdvantageConfig
 from vagen.learner.advantages.estimate import estimate_advantages
-from vagen.learner.batching import microbatches
 from vagen.learner.config import LearnerConfig
 from vagen.learner.losses.config import LossConfig
 from vagen.learner.losses.diagnostics import effective_sample_size
 from vagen.learner.models import load_models, load_trained
+from vagen.learner.packing import microbatches
 from vagen.learner.token_data import advantage_inputs
 from vagen.tools.replay_measure import Bench
 

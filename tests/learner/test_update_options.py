@@ -11,12 +11,12 @@ import torch
 
 from vagen.common.errors import ConfigError
 from vagen.learner.advantages.config import AdvantageConfig
-from vagen.learner.batching import microbatches
 from vagen.learner.config import LearnerConfig, OptimizerConfig
 from vagen.learner.losses.config import LossConfig, ReferenceConfig
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.models import load_models
+from vagen.learner.packing import microbatches
 from vagen.learner.scoring import score
 from vagen.learner.token_data import advantage_inputs
 from vagen.learner.update import PolicyUpdate

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,13 +36,12 @@ def vagen(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPr
     ],
 )
 def test_help_answers_at_once(words):
-    seconds = []
-    for _ in range(3):
-        started = time.monotonic()
-        done = vagen(*words, "--help")
-        seconds.append(time.monotonic() - started)
-        assert done.returncode == 0 and "Usage: vagen" in done.stdout
-    assert min(seconds) < 1.0
+    # Processor time, since a wall clock on a busy machine measures the others.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = vagen(*words, "--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and "Usage: vagen" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 def test_help_has_examples():

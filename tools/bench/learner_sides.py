@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from vagen.learner.batching import PreparedRow, microbatches
+from vagen.learner.batching import PreparedRow
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
 from vagen.learner.model.cpu_compat import compute_device
 from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.optimizer import AdamOptions, Trainer
+from vagen.learner.packing import microbatches
 from vagen.tools.bench.learner_rows import BenchRows
 
 __all__ = ["LearnerSide", "TransformersSide"]
