@@ -77,12 +77,12 @@ def run(
 
     try:
         recipe = read_recipe(config, set_ or [])
+        settings = section(recipe, "run", RunConfig)
+        run_dir = run_dir or Path("runs") / settings.name
         learner = section(recipe, "learner", LearnerConfig)
         _check_layout(learner, model)
         _check_checkpoint(learner, model, run_dir)
-        settings = section(recipe, "run", RunConfig)
         vision_tokens(model)
-        run_dir = run_dir or Path("runs") / settings.name
         log = run_dir / "learner" / "learner.log"
         if replay is not None:
             if redis is not None:

@@ -12,18 +12,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vagen.buffer.manifest import Manifest
 from vagen.common.files import flush, make_directory
 from vagen.common.metrics import Metrics
 from vagen.learner.alarms import AlarmConfig, CollapseAlarms
-from vagen.learner.checkpointer import DurableCheckpoint
-from vagen.learner.feeder import Feed
-from vagen.learner.publish_thread import PublishTally
-from vagen.learner.publisher import Published
-from vagen.learner.summary import BatchSummary
-from vagen.learner.update import UpdateStats
+
+if TYPE_CHECKING:
+    from vagen.learner.checkpointer import DurableCheckpoint
+    from vagen.learner.feeder import Feed
+    from vagen.learner.publish_thread import PublishTally
+    from vagen.learner.publisher import Published
+    from vagen.learner.summary import BatchSummary
+    from vagen.learner.update import UpdateStats
 
 __all__ = ["StepJournal"]
 

@@ -71,7 +71,7 @@ def make_update(model_dir):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_episode(make_trajectory, model_dir):
     """Episode number `index`: 1-3 no-concat turns with pictures, every second one truncated; `version` sampled it."""
     image_id = json.loads((model_dir / "config.json").read_text())["image_token_id"]
@@ -124,15 +124,25 @@ def batch(make_episode, model_dir):
 
 
 @pytest.fixture
-def make_archive(make_episode, tmp_path):
+def make_archive(write_archive, tmp_path):
+    """`write_archive` into the test's own folder, under a name."""
+
+    def make(num_steps: int = 4, batch_size: int = 6, name: str = "archive", change=lambda record: record) -> Path:
+        return write_archive(tmp_path / name, num_steps, batch_size, change)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def write_archive(make_episode):
     """An archive of learner steps 0, 1, ... of `batch_size` episodes each, in groups of two, 0-2 steps stale.
 
     Version `v` has the weights of step `v - 1`. `change` rewrites a record before it is written.
     """
 
-    def make(num_steps: int = 4, batch_size: int = 6, name: str = "archive", change=lambda record: record) -> Path:
+    def write(folder: Path, num_steps: int = 4, batch_size: int = 6, change=lambda record: record) -> Path:
         rng = np.random.default_rng(0)
-        with ArchiveWriter(tmp_path / name) as writer:
+        with ArchiveWriter(folder) as writer:
             for step in range(num_steps):
                 records = []
                 for position in range(batch_size):
@@ -150,6 +160,6 @@ def make_archive(make_episode, tmp_path):
                     )
                     records.append(change(record))
                 writer.write_part(records)
-        return tmp_path / name
+        return folder
 
-    return make
+    return write

@@ -30,13 +30,19 @@ SETTINGS = (
 )
 
 
-@pytest.fixture
-def run_dir(make_archive, model_dir, tmp_path):
+@pytest.fixture(scope="module")
+def trained(write_archive, model_dir, tmp_path_factory):
     """A run with the checkpoints of steps 2 and 4, and the model of step 4 as the learner exported it."""
-    run_replay(
-        read_recipe("frozenlake", SETTINGS), model_dir, tmp_path / "run", ReplayOptions(path=make_archive(num_steps=4))
-    )
-    return tmp_path / "run"
+    root = tmp_path_factory.mktemp("trained")
+    archive = write_archive(root / "archive", num_steps=4)
+    run_replay(read_recipe("frozenlake", SETTINGS), model_dir, root / "run", ReplayOptions(path=archive))
+    return root / "run"
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 def weights(folder):
@@ -115,19 +121,16 @@ def test_what_fails_half_way_leaves_the_old_model(run_dir, tmp_path):
     assert exported_step(out) == 2 and (out / "model.safetensors").read_bytes() == before
 
 
-def test_the_command_says_what_it_wrote_and_what_is_wrong(run_dir, tmp_path):
-    def run(*words):
-        argv = [console_script("vagen"), "export", *map(str, words)]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
-
-    done = run(run_dir, tmp_path / "out", "--dtype", "bfloat16", "--json")
+def test_the_command_says_what_it_wrote(run_dir, tmp_path):
+    argv = [console_script("vagen"), "export", run_dir, tmp_path / "out", "--dtype", "bfloat16", "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
     answer = json.loads(done.stdout)
     assert answer["step"] == 4 and answer["dtype"] == "bfloat16" and "README.md" in answer["files"]
-    done = run(run_dir, tmp_path / "other", "--step", "3")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: --step: expected one of the run's checkpoints (2, 4), got 3\n",
-    )
+
+
+def test_a_step_without_a_checkpoint_is_refused(trained, tmp_path):
+    with pytest.raises(ConfigError, match=r"^--step: expected one of the run's checkpoints \(2, 4\), got 3$"):
+        export(ExportOptions(source=trained, out=tmp_path / "out", step=3))
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,18 @@ import os
 import random
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from vagen.common.config import read_recipe
+from vagen.common.errors import ConfigError
 from vagen.learner.replay import ReplayOptions
 from vagen.learner.replay_run import run_replay
 from vagen.tools.launch import console_script
 from vagen.tools.report import write_report
 
-NUM_STEPS = 8
+NUM_STEPS = 6
 SETTINGS = (
     "learner.batch_size=6",
     "learner.minibatch_rows=8",
@@ -24,6 +26,7 @@ SETTINGS = (
     "learner.checkpoint_every=2",
     "learner.optimizer.warmup_updates=4",
 )
+TWICE = {"order": "shuffled", "epochs": 2}
 WALL_CLOCK = ("time", "wall_s", "seconds", "checkpoint")
 
 
@@ -31,24 +34,38 @@ class Killed(BaseException):
     """Ends a replay where no code of ours may tidy up."""
 
 
-@pytest.fixture
-def archive(make_archive):
-    return make_archive(num_steps=NUM_STEPS)
+@pytest.fixture(scope="module")
+def archive(write_archive, tmp_path_factory):
+    return write_archive(tmp_path_factory.mktemp("saved") / "archive", num_steps=NUM_STEPS)
 
 
-@pytest.fixture
-def replay(archive, model_dir, tmp_path):
-    """Replays into the run folder `name` in this process, up to a kill after `num_lines`; returns the step reached."""
+@pytest.fixture(scope="module")
+def replay_into(archive, model_dir):
+    """Replays into a run folder in this process, up to a kill after `num_lines`; returns the step reached."""
 
-    def run(name: str, settings=(), num_lines=None, **options) -> int:
+    def run(folder: Path, settings=(), num_lines=None, **options) -> int:
         def kill(line):
-            if num_lines is not None and len(lines(tmp_path / name)) == num_lines:
+            if num_lines is not None and len(lines(folder)) == num_lines:
                 raise Killed
 
         recipe = read_recipe("frozenlake", [*SETTINGS, *settings])
-        return run_replay(recipe, model_dir, tmp_path / name, ReplayOptions(path=archive, **options), on_step=kill)
+        return run_replay(recipe, model_dir, folder, ReplayOptions(path=archive, **options), on_step=kill)
 
     return run
+
+
+@pytest.fixture
+def replay(replay_into, tmp_path):
+    """The same into the folder `name` of the test."""
+    return lambda name, *args, **options: replay_into(tmp_path / name, *args, **options)
+
+
+@pytest.fixture(scope="module")
+def twice(replay_into, tmp_path_factory):
+    """The run of two shuffled passes over the archive, never cut off."""
+    folder = tmp_path_factory.mktemp("twice") / "run"
+    assert replay_into(folder, **TWICE) == 2 * NUM_STEPS
+    return folder
 
 
 @pytest.fixture
@@ -73,17 +90,21 @@ def numbers(folder) -> dict[int, dict]:
     return {line["step"]: {k: v for k, v in line.items() if k not in WALL_CLOCK} for line in lines(folder)}
 
 
-@pytest.mark.parametrize("options", [{}, {"order": "shuffled", "epochs": 2}])
-def test_a_replay_that_is_cut_off_goes_on_with_the_bits_of_one_that_was_not(replay, tmp_path, options):
+@pytest.mark.parametrize("options", [{}, TWICE], ids=["archive", "shuffled"])
+def test_a_replay_that_is_cut_off_goes_on_with_the_bits_of_one_that_was_not(request, replay, tmp_path, options):
     last_step = NUM_STEPS * options.get("epochs", 1)
-    assert replay("whole", **options) == last_step
+    if options:
+        uncut = request.getfixturevalue("twice")
+    else:
+        uncut = tmp_path / "whole"
+        assert replay("whole") == last_step
     waiting = ("learner.asynchronous_checkpoints=false",)
     for num_lines in (3, 6):
         with pytest.raises(Killed):
             replay("cut", waiting, num_lines=num_lines, **options)
     assert replay("cut", waiting, **options) == last_step
     assert json.loads((tmp_path / "cut" / "learner" / "ready.json").read_text())["first_step"] == 4
-    whole, cut = numbers(tmp_path / "whole"), numbers(tmp_path / "cut")
+    whole, cut = numbers(uncut), numbers(tmp_path / "cut")
     assert sorted(whole) == list(range(last_step))
     assert cut == whole
     assert len(lines(tmp_path / "cut")) > last_step, "steps after a checkpoint were repeated"
@@ -146,40 +167,41 @@ def test_a_replay_leaves_journal_model_and_report_like_a_live_run(replay, tmp_pa
     assert written[3]["replay"] == {"order": "archive", "beyond_max_staleness": 2}
     assert written[3]["mismatch_current_version"] is not None and written[3]["mismatch_stale"] is not None
     learner = tmp_path / "run" / "learner"
-    assert (learner / "export-step-00000008" / "model.safetensors").is_file()
+    assert (learner / "export-step-00000006" / "model.safetensors").is_file()
     assert not (learner / "export").exists(), "the run of 20 steps is not complete"
     assert {line["checkpoint"]["step"] for line in written if "checkpoint" in line} >= {2, 4}
     assert "Staleness at consumption" in write_report(tmp_path / "run").read_text()
     assert replay("run", settings) == NUM_STEPS and len(lines(tmp_path / "run")) == NUM_STEPS, "nothing is left"
 
 
-def test_further_epochs_go_on_from_the_last_and_the_last_step_replaces_the_export(replay, tmp_path):
-    shuffled = {"order": "shuffled", "settings": ("learner.total_steps=16",)}
-    replay("two", epochs=2, **shuffled)
-    replay("one-by-one", epochs=1, order="shuffled", settings=("learner.total_steps=8",))
+def test_further_epochs_go_on_from_the_last_and_the_last_step_replaces_the_export(replay, twice, tmp_path):
+    replay("one-by-one", (f"learner.total_steps={NUM_STEPS}",), epochs=1, order="shuffled")
     export = tmp_path / "one-by-one" / "learner" / "export" / "model.safetensors"
     early = export.read_bytes()
-    replay("one-by-one", epochs=2, **shuffled)
-    assert [line["replay"]["epoch"] for line in lines(tmp_path / "one-by-one")] == [0] * 8 + [1] * 8
-    assert [line["staleness"] for line in lines(tmp_path / "one-by-one")] == [
-        line["staleness"] for line in lines(tmp_path / "two")
-    ]
+    replay("one-by-one", (f"learner.total_steps={2 * NUM_STEPS}",), **TWICE)
+    written = lines(tmp_path / "one-by-one")
+    assert [line["replay"]["epoch"] for line in written] == [0] * NUM_STEPS + [1] * NUM_STEPS
+    assert [line["staleness"] for line in written] == [line["staleness"] for line in lines(twice)]
     assert export.read_bytes() != early
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "message"),
+    ("words", "message"),
     [
-        (("--replay", "ARCHIVE", "--redis", "redis://127.0.0.1:1/0"), (), "leave --redis out"),
-        (("--replay", "ARCHIVE", "--replay-order", "shuffled"), ("learner.batch_size=1000",), "expected int <= 48"),
-        (("--replay", "nowhere"), (), "nowhere: no such folder"),
-        ((), (), "expected --redis"),
-        (("--redis", "redis://127.0.0.1:1/0", "--replay-epochs", "2"), (), "expected --replay with them"),
+        (("--replay", "ARCHIVE", "--redis", "redis://127.0.0.1:1/0"), "leave --redis out"),
+        (("--replay", "nowhere"), "nowhere: no such folder"),
+        ((), "expected --redis"),
+        (("--redis", "redis://127.0.0.1:1/0", "--replay-epochs", "2"), "expected --replay with them"),
     ],
 )
-def test_what_cannot_be_replayed_is_one_line(command, archive, words, settings, message):
-    argv = command("run", *(str(archive) if word == "ARCHIVE" else word for word in words), settings=settings)
+def test_what_cannot_be_replayed_is_one_line(command, archive, words, message):
+    argv = command("run", *(str(archive) if word == "ARCHIVE" else word for word in words))
     done = subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and message in line
+
+
+def test_an_archive_smaller_than_a_batch_is_refused(replay):
+    with pytest.raises(ConfigError, match=f"expected int <= {6 * NUM_STEPS}"):
+        replay("run", ("learner.batch_size=1000",), order="shuffled")

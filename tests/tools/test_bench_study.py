@@ -22,8 +22,8 @@ from vagen.learner.advantages.config import AdvantageConfig
 from vagen.learner.advantages.estimate import estimate_advantages
 from vagen.learner.model.parallel import parallel_session
 from vagen.tools.bench import parse_words, run_benchmark
+from vagen.tools.bench.documents import replace_parts
 from vagen.tools.bench.study import Evaluated, RunResult, RunSpec, StepRecord, StudyTrainer, run_study
-from vagen.tools.bench.study_docs import replace_parts
 from vagen.tools.bench.study_plan import CORRECTIONS, ESTIMATORS, StudyOptions, ablation_runs, grid_runs
 from vagen.tools.bench.study_runs import RunCache, ensure_runs
 from vagen.tools.bench.study_sampler import StudySampler

@@ -49,6 +49,12 @@ def test_help_has_examples():
     assert "--resume" in vagen("demo", "--help").stdout
 
 
+def test_the_list_of_benchmarks_needs_no_torch():
+    code = "import sys; from vagen.tools.bench import describe; print(describe()); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 9
+
+
 def test_report_prints_the_path(make_run):
     root = make_run()
     done = vagen("report", root)

@@ -1,7 +1,7 @@
 """Benchmarks by name: `vagen bench NAME`.
 
 Owns the registry and the form of the result. A benchmark is a function of its options that returns figures; it lives
-in a module of this package that `_MODULES` names, and is imported when it is asked for.
+in the module of its name, which is imported when it is asked for, and imports what is heavy when it runs.
 """
 
 from __future__ import annotations
@@ -25,17 +25,8 @@ Benchmark: TypeAlias = "Callable[[Mapping[str, str]], Figures | Report]"
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-_MODULES = (
-    "vagen.tools.bench.ablation",
-    "vagen.tools.bench.advantages",
-    "vagen.tools.bench.archive",
-    "vagen.tools.bench.broadcast",
-    "vagen.tools.bench.buffer",
-    "vagen.tools.bench.engine",
-    "vagen.tools.bench.learner",
-    "vagen.tools.bench.pipeline",
-    "vagen.tools.bench.staleness",
-)
+NAMES = ("ablation", "advantages", "archive", "broadcast", "buffer", "engine", "learner", "pipeline", "staleness")
+"""Of all benchmarks."""
 _BENCHMARKS: dict[str, Benchmark] = {}
 
 
@@ -84,8 +75,7 @@ def benchmark(name: str) -> Callable[[Benchmark], Benchmark]:
 
 def describe() -> str:
     """The list of benchmarks for people."""
-    known = _load()
-    return "\n".join(f"{name:<12} {(known[name].__doc__ or '').splitlines()[0]}" for name in sorted(known))
+    return "\n".join(f"{name:<12} {(_load(name).__doc__ or '').splitlines()[0]}" for name in NAMES)
 
 
 def run_benchmark(name: str, options: Sequence[str], words: Sequence[str] = (), *, as_json: bool) -> str:
@@ -94,14 +84,13 @@ def run_benchmark(name: str, options: Sequence[str], words: Sequence[str] = (), 
     Its options are `options` (`key=value`) and those found in `words` (`--key value`, or `--key` for true).
     Raises `ConfigError` for an unknown name or a malformed option.
     """
-    known = _load()
-    if name not in known:
-        raise ConfigError(f"bench {name}: unknown; known are {', '.join(sorted(known))}")
+    if name not in NAMES:
+        raise ConfigError(f"bench {name}: unknown; known are {', '.join(NAMES)}")
     pairs = [option.partition("=") for option in options]
     for option, (key, equals, _) in zip(options, pairs, strict=True):
         if not key or not equals:
             raise ConfigError(f"--option {option}: expected key=value")
-    answer = known[name]({key: value for key, _, value in pairs} | parse_words(words))
+    answer = _load(name)({key: value for key, _, value in pairs} | parse_words(words))
     report = answer if isinstance(answer, Report) else Report(figures=answer)
     if not as_json:
         width = max(map(len, report.figures), default=0)
@@ -177,7 +166,6 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _load() -> Mapping[str, Benchmark]:
-    for module in _MODULES:
-        importlib.import_module(module)
-    return _BENCHMARKS
+def _load(name: str) -> Benchmark:
+    importlib.import_module(f"{__name__}.{name}")
+    return _BENCHMARKS[name]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vagen.tools.bench import Figure, Report, machine
-from vagen.tools.bench.study_docs import replace_parts
+from vagen.tools.bench.documents import replace_parts
 
 _GOALS = {"memory_vs_best_peer": ">= 1", "durable_vs_fsync_limit": ">= 0.8", "claim_512_of_200k_ms": "<= 20"}
 

@@ -21,8 +21,8 @@ import msgspec
 from vagen.common.config import require
 from vagen.tools.bench import Figure, Report, benchmark, parse_options
 from vagen.tools.bench.buffer_docs import table
+from vagen.tools.bench.documents import replace_parts
 from vagen.tools.bench.models import bench_model
-from vagen.tools.bench.study_docs import replace_parts
 
 if TYPE_CHECKING:
     from vagen.common.trajectory import Row

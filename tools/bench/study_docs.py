@@ -5,11 +5,10 @@ A part lies between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is writt
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from vagen.common.errors import ConfigError
+from vagen.tools.bench.documents import replace_parts
 from vagen.tools.bench.study import RunResult
 from vagen.tools.bench.study_figure import Line, success_figure
 from vagen.tools.bench.study_plan import (
@@ -24,7 +23,7 @@ from vagen.tools.bench.study_plan import (
 from vagen.tools.bench.study_summary import Results, Sample
 from vagen.tools.statistics import wilson_interval
 
-__all__ = ["replace_parts", "update_estimators", "update_staleness"]
+__all__ = ["update_estimators", "update_staleness"]
 
 _IN_FIGURE = ("default", "uncorrected", "decoupled", "plain_ppo", "none")
 
@@ -72,24 +71,6 @@ def update_estimators(path: Path, results: Results) -> None:
         )
     header = ["estimator", "success", "95 % (t)", "seeds from-to", "halfway (200 levels)", "format", "seeds"]
     path.write_text(replace_parts(path, {"ablation": _table(header, rows), "cost": _cost(results)}))
-
-
-def replace_parts(path: Path, parts: Mapping[str, str]) -> str:
-    """The file's text with its parts replaced. Raises `ConfigError` for a missing file or part."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    text = path.read_text()
-    for name, content in parts.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise ConfigError(f"{path}: expected one part {begin} ... {end}")
-        text = pattern.sub(_literal(f"{begin}\n{content}\n{end}"), text)
-    return text
-
-
-def _literal(replacement: str) -> Callable[[re.Match[str]], str]:
-    return lambda match: replacement
 
 
 def _headline(results: Results) -> str:
