@@ -10,7 +10,10 @@ prefixes the keys of the store twice, once by hand and once inside torch's helpe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,9 @@ __all__ = [
     "tensor_checksum",
 ]
 
+_RAISING_WAITS = "TORCH_NCCL_BLOCKING_WAIT"
+_environment = threading.Lock()
+
 
 def connect_store(host: str, port: int, timeout_s: float) -> Store:
     """A connection of its own to the trainer's store: a wait on one blocks no other. Raises RuntimeError."""
@@ -45,22 +51,43 @@ def connect_store(host: str, port: int, timeout_s: float) -> Store:
 def join_group(store: Store, name: str, *, rank: int, world_size: int, backend: str, timeout_s: float) -> ProcessGroup:
     """Join the group `name`, which blocks until all members have.
 
-    `timeout_s` bounds this call and, with gloo, each collective after it. Raises RuntimeError when a member does not
-    come, ValueError when this process already has a group of that name.
+    `timeout_s` bounds this call and each collective after it. With NCCL nobody is waited for here: members meet in the
+    first collective, and that meeting has no bound. Raises RuntimeError when a member does not come, ValueError when
+    this process already has a group of that name.
     """
     from torch.distributed import distributed_c10d as c10d
 
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        c10d.Backend(backend),
-        c10d.PrefixStore(name, store),
-        group_name=c10d.GroupName(name),
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with _waits_that_raise():
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            c10d.Backend(backend),
+            c10d.PrefixStore(name, store),
+            group_name=c10d.GroupName(name),
+            timeout=timedelta(seconds=timeout_s),
+        )
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
+
+
+@contextmanager
+def _waits_that_raise() -> Iterator[None]:
+    """Groups that are built meanwhile raise where a collective of NCCL's is not done in time, as gloo's do.
+
+    Otherwise torch's watchdog ends the whole process. A group reads the setting when it is built, so that those of
+    training keep theirs.
+    """
+    with _environment:
+        before = os.environ.get(_RAISING_WAITS)
+        os.environ[_RAISING_WAITS] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_RAISING_WAITS]
+            else:
+                os.environ[_RAISING_WAITS] = before
 
 
 def leave_group(group: ProcessGroup) -> None:
@@ -79,9 +106,14 @@ def broadcast(group: ProcessGroup, tensor: torch.Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
-    group.broadcast([tensor], options).wait()
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+    if not tensor.is_cuda:
+        group.broadcast([tensor], options).wait()
+        return
+    # A thread begins on the first GPU, whichever the tensor is on.
+    with torch.cuda.device(tensor.device):
+        group.broadcast([tensor], options).wait()
+        # The memory may be written anew as soon as this returns.
+        torch.cuda.current_stream().synchronize()
 
 
 def flatten_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

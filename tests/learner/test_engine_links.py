@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
+from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore
 
 from vagen.common.errors import EngineError
+from vagen.common.weight_transfer import join_group
 from vagen.learner.engine_links import EngineLinks
 
 A, B, C = "http://127.0.0.1:1001", "http://127.0.0.1:1002", "http://127.0.0.1:1003"
@@ -38,6 +42,25 @@ def test_nccl_is_for_tensors_and_engines_on_gpus(infos, is_cuda, backend):
 def test_engines_on_gpus_and_cpus_share_no_group():
     with pytest.raises(EngineError, match="1002 is on a CPU and others are not.*use topology star"):
         plan({A: GPU, B: CPU})
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_waits_of_a_group_raise_and_those_of_training_are_left_alone(monkeypatch, before):
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    seen = []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+
+    def build(*args, **more):
+        seen.append((os.environ[name], args[3], more["timeout"]))
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr("torch.distributed.distributed_c10d._new_process_group_helper", build)
+    with pytest.raises(RuntimeError, match="no GPU"):
+        join_group(HashStore(), "g", rank=0, world_size=2, backend="nccl", timeout_s=3.0)
+    assert seen == [("1", "nccl", timedelta(seconds=3))]
+    assert os.environ.get(name) == before
 
 
 def test_ranks_follow_one_another_whatever_their_number():
