@@ -76,7 +76,7 @@ class Broadcaster:
         """Raises ConfigError where `disk_dir` cannot be written to."""
         self._config = config
         self._links = EngineLinks(config.broadcast_timeout_s)
-        self._plain = PlainEngines()
+        self._plain = PlainEngines(takes_float8=config.quantise)
         self._folders = WeightFolders(Path(config.disk_dir), config.disk_keep) if config.disk_dir else None
 
     def publish(
@@ -132,7 +132,8 @@ class Broadcaster:
             num_grouped = sum(not self._config.reads_files(url) for url in engines)
             # Where all share a group, the buckets are sent once.
             num_consumers = 1 if self._shares_group(num_grouped) else num_grouped
-            deliveries = Deliveries(version, tensors, self._config.bucket_bytes, num_consumers, threads)
+            bucket_bytes, quantise = self._config.bucket_bytes, self._config.quantise
+            deliveries = Deliveries(version, tensors, bucket_bytes, num_consumers, threads, quantise=quantise)
             # While the engines are asked to pause.
             threads.submit(deliveries.original.buckets.prepare, 0)
             async with open_session() as session:

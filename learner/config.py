@@ -74,6 +74,9 @@ class BroadcastConfig(Section, frozen=True, kw_only=True):
     """Where those files are, for this run alone: a folder that has the same absolute path for learner and engines."""
     disk_keep: PositiveInt = 2
     """Versions that stay there, the newest among them."""
+    quantise: bool = False
+    """Send the matrices of the decoder's layers in float8, with a scale for each block of 128 x 128, to engines that
+    take it: a quarter of float32's bytes, half of bfloat16's, and a policy that is not quite the learner's."""
     bucket_bytes: PositiveInt = 512 << 20
     """Of one broadcast, or of one file; a larger tensor is alone in one."""
     broadcast_timeout_s: PositiveFloat = 20.0

@@ -56,7 +56,7 @@ def require_equal(
         by_name = dict(tensors)
         differing = sorted({name for rank in answer["ranks"] for name in _differing(rank, by_name)})
     if differing:
-        raise BroadcastError(f"{len(differing)} of {len(tensors)} tensors differ, first {differing[0]}")
+        raise BroadcastError(f"{len(differing)} of {len(checksums)} tensors differ, first {differing[0]}")
 
 
 def missing_names(answer: Mapping[str, Any], names: Collection[str]) -> list[str]:

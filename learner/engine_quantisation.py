@@ -16,7 +16,7 @@ from vagen.common.engines import incarnation_of
 from vagen.common.errors import EngineError
 from vagen.learner.engine_control import EngineControl
 
-__all__ = ["PlainEngines", "why_quantised"]
+__all__ = ["PlainEngines", "takes_block_fp8", "why_quantised"]
 
 _QUANTISED = re.compile(r"weight_scale|input_scale|\.(qweight|qzeros|weight_packed)$")
 """In names of tensors: float8 and int8; GPTQ and AWQ; compressed-tensors."""
@@ -40,10 +40,17 @@ def why_quantised(info: Mapping[str, Any], checksums: Mapping[str, Any]) -> str 
     return None
 
 
+def takes_block_fp8(info: Mapping[str, Any]) -> bool:
+    """Whether an engine of this `/server_info` takes `vagen.common.block_fp8`: the local one, and SGLang with `fp8`."""
+    return bool(info.get("block_fp8")) or info.get("quantization") == "fp8"
+
+
 class PlainEngines:
     """Starts of engines that were found to take weights as they are published."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_float8: bool = False) -> None:
+        """`takes_float8`: weights go in blocks of float8 to those that take them so, which are no fault then."""
+        self._takes_float8 = takes_float8
         self._incarnations: dict[str, str] = {}
         """By URL."""
 
@@ -52,6 +59,8 @@ class PlainEngines:
         incarnation = incarnation_of(info)
         if self._incarnations.get(engine.url) == incarnation:
             return
+        if self._takes_float8 and takes_block_fp8(info):
+            info = {**info, "quantization": None}
         reason = why_quantised(info, {})
         # The local engine has none: it refuses what is not of its own dtype.
         if reason is None and info.get("kind") != "local":

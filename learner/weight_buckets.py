@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vagen.common import block_fp8
 from vagen.common.weight_transfer import broadcast, dtype_name, flatten_bucket, joined_bytes, tensor_checksum
 from vagen.learner.engine_links import Link
+from vagen.learner.engine_quantisation import takes_block_fp8
 
 __all__ = ["Buckets", "Deliveries", "Delivery"]
 
@@ -36,23 +38,29 @@ class Deliveries:
         bucket_bytes: int,
         num_consumers: int,
         threads: ThreadPoolExecutor,
+        *,
+        quantise: bool = False,
     ) -> None:
         self.threads = threads
+        self._quantise = quantise
         self._bucket_bytes = bucket_bytes
         self._num_consumers = num_consumers
         self.original = Delivery(version, Buckets(tensors, bucket_bytes, num_consumers), threads)
         """The tensors as they are."""
-        self._converted: dict[torch.dtype, asyncio.Future[Delivery]] = {}
+        self._converted: dict[tuple[torch.dtype | None, bool], asyncio.Future[Delivery]] = {}
 
     async def of(self, info: Mapping[str, Any]) -> Delivery:
         """What an engine of this `/server_info` gets."""
         dtype = _DTYPES.get(str(info.get("dtype")))
+        is_quantised = self._quantise and takes_block_fp8(info)
         tensors = self.original.buckets.tensors
-        if dtype is None or all(tensor.dtype in (dtype, _kept(tensor)) for _, tensor in tensors):
+        is_same = dtype is None or all(tensor.dtype in (dtype, _kept(tensor)) for _, tensor in tensors)
+        if is_same and not is_quantised:
             return self.original
-        if dtype not in self._converted:
-            self._converted[dtype] = asyncio.wrap_future(self.threads.submit(self._convert, dtype))
-        return await asyncio.shield(self._converted[dtype])
+        form = (None if is_same else dtype, is_quantised)
+        if form not in self._converted:
+            self._converted[form] = asyncio.wrap_future(self.threads.submit(self._convert, *form))
+        return await asyncio.shield(self._converted[form])
 
     def leave(self, delivery: Delivery | None, buckets_done: int) -> None:
         """A consumer that had so many buckets of one of these needs no more of any."""
@@ -60,14 +68,21 @@ class Deliveries:
         for each in (self.original, *converted):
             each.buckets.skip_from(buckets_done if each is delivery else 0)
 
-    def _convert(self, dtype: torch.dtype) -> Delivery:
+    def _convert(self, dtype: torch.dtype | None, is_quantised: bool) -> Delivery:
         """Casting before the transfer halves what is sent to an engine in half precision."""
-        tensors = [
-            (name, tensor if _kept(tensor) is not None else tensor.to(dtype))
-            for name, tensor in self.original.buckets.tensors
-        ]
+        tensors: list[tuple[str, Tensor]] = []
+        dtypes: dict[str, torch.dtype] = {}
+        for name, tensor in self.original.buckets.tensors:
+            wanted = tensor.dtype if dtype is None or _kept(tensor) is not None else dtype
+            if is_quantised and block_fp8.is_quantised(name, tensor.shape):
+                weight, scale = block_fp8.quantise(tensor)
+                tensors += [(name, weight), (name + block_fp8.SCALE_SUFFIX, scale)]
+                dtypes[name] = wanted
+            else:
+                tensors.append((name, tensor.to(wanted)))
         buckets = Buckets(tensors, self._bucket_bytes, self._num_consumers)
-        return Delivery(self.original.version, buckets, self.threads, dtype_name(dtype))
+        form = ("" if dtype is None else dtype_name(dtype)) + ("-fp8" if is_quantised else "")
+        return Delivery(self.original.version, buckets, self.threads, form, dtypes)
 
 
 def _kept(tensor: Tensor) -> torch.dtype | None:
@@ -78,25 +93,43 @@ def _kept(tensor: Tensor) -> torch.dtype | None:
 class Delivery:
     """Tensors in one dtype each, for all engines that take them so, and what is known of them."""
 
-    def __init__(self, version: str, buckets: Buckets, threads: ThreadPoolExecutor, form: str = "") -> None:
+    def __init__(
+        self,
+        version: str,
+        buckets: Buckets,
+        threads: ThreadPoolExecutor,
+        form: str = "",
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """`dtypes`: by name, what an engine makes of those that go in float8."""
         self.version = version
         self.form = form
         """What the published tensors were converted to; empty where they are as they were."""
         self.buckets = buckets
         self.threads = threads
+        self._dtypes = dtypes or {}
         self._checksums: asyncio.Future[dict[str, str]] | None = None
 
     def checksums(self) -> asyncio.Future[dict[str, str]]:
-        """Of the tensors, by engine name. The first call begins to compute them.
+        """Of the tensors that an engine has in the end, by engine name. The first call begins to compute them.
 
         Nobody calls before an engine has received everything: hashing would take processor and memory from the
         transfer, while the engine's own hash, which is waited for as well, runs at the same time.
         """
         if self._checksums is None:
-            tensors = self.buckets.tensors
-            hashing = self.threads.submit(lambda: {name: tensor_checksum(tensor) for name, tensor in tensors})
+            hashing = self.threads.submit(lambda: {name: tensor_checksum(tensor) for name, tensor in self._in_force()})
             self._checksums = asyncio.wrap_future(hashing)
         return self._checksums
+
+    def _in_force(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as an engine has them, one at a time."""
+        by_name = dict(self.buckets.tensors)
+        for name, tensor in self.buckets.tensors:
+            if name in self._dtypes:
+                scale = by_name[name + block_fp8.SCALE_SUFFIX]
+                yield name, block_fp8.dequantise(tensor, scale, self._dtypes[name])
+            elif name.removesuffix(block_fp8.SCALE_SUFFIX) not in self._dtypes:
+                yield name, tensor
 
     def sending(self, link: Link, index: int) -> Callable[[], None]:
         """Broadcasts a bucket in a group; blocks."""

@@ -290,6 +290,7 @@ class EngineServer:
                 "forbidden_token_ids": forbidden,
                 "eos_token_ids": model.eos_token_ids,
                 "dtype": dtype_name(model.dtype),
+                "block_fp8": True,
                 "device": str(model.device),
                 "num_parameters": model.num_parameters,
                 "paused": self._engine.is_paused,

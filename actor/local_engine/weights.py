@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from vagen.common.block_fp8 import SCALE_SUFFIX, dequantise, is_quantised, scale_shape
 from vagen.common.weight_transfer import (
     broadcast,
     connect_store,
@@ -68,6 +69,8 @@ class StagedWeights:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By engine name."""
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    """Of those in float8, by their names."""
     version: str | None = None
     """None keeps the version."""
     buffers: list[Tensor] = field(default_factory=list)
@@ -239,6 +242,11 @@ class WeightReceiver:
         """Close the update and hand over what it received. Raises WeightUpdateError when it had failed."""
         staged = self._open()
         self._staged = None
+        quantised = {name for name, tensor in staged.tensors.items() if tensor.dtype == torch.float8_e4m3fn}
+        alone = sorted(quantised ^ staged.scales.keys())
+        if alone:
+            what = "its float8 weights" if alone[0] in staged.scales else alone[0] + SCALE_SUFFIX
+            raise WeightUpdateError(f"names: {alone[0]} came without {what}")
         if version is not None:
             staged.version = version
         return staged
@@ -246,7 +254,9 @@ class WeightReceiver:
     def apply(self, staged: StagedWeights) -> None:
         """Write staged tensors into the model. Only the engine's thread may call this, between two steps."""
         for name, tensor in staged.tensors.items():
-            self._parameters[name].data.copy_(tensor)
+            parameter = self._parameters[name].data
+            scale = staged.scales.get(name)
+            parameter.copy_(tensor if scale is None else dequantise(tensor, scale, parameter.dtype))
         # Nothing refers to them any more, and the next update has buckets of the same sizes.
         self._spare = staged.buffers
 
@@ -292,6 +302,9 @@ class WeightReceiver:
         if self._staged is not staged:
             raise WeightUpdateError("the update was given up while it received")
         staged.tensors.update((name, tensor) for name, tensor in tensors.items() if name in self._parameters)
+        for name, tensor in tensors.items():
+            if name.endswith(SCALE_SUFFIX):
+                staged.scales[name.removesuffix(SCALE_SUFFIX)] = tensor
         if version is not None:
             staged.version = version
 
@@ -305,11 +318,17 @@ class WeightReceiver:
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             # A trainer may send a tied head along: it is received, as the bucket contains it, and left out.
             parameter = self._parameters.get(_EMBEDDING if name == _HEAD and self._is_tied else name)
-            if parameter is None:
+            scaled = self._parameters.get(name.removesuffix(SCALE_SUFFIX))
+            if parameter is not None:
+                is_float8 = dtype == "float8_e4m3fn" and is_quantised(name, parameter.shape)
+                kind, wanted = torch.float8_e4m3fn if is_float8 else parameter.dtype, tuple(parameter.shape)
+            elif scaled is not None and is_quantised(name.removesuffix(SCALE_SUFFIX), scaled.shape):
+                kind, wanted = torch.float32, scale_shape(scaled.shape)
+            else:
                 raise WeightUpdateError(f"names: the model has no parameter {name}")
-            if dtype != dtype_name(parameter.dtype):
-                raise WeightUpdateError(f"dtypes: {name} is {dtype_name(parameter.dtype)}, got {dtype}")
-            if tuple(shape) != tuple(parameter.shape):
-                raise WeightUpdateError(f"shapes: {name} is {list(parameter.shape)}, got {list(shape)}")
-            kinds.append(parameter.dtype)
+            if dtype != dtype_name(kind):
+                raise WeightUpdateError(f"dtypes: {name} is {dtype_name(kind)}, got {dtype}")
+            if tuple(shape) != wanted:
+                raise WeightUpdateError(f"shapes: {name} is {list(wanted)}, got {list(shape)}")
+            kinds.append(kind)
         return kinds

@@ -1,4 +1,4 @@
-"""Engines and model folders whose weights are quantised: refused by name, before anything is done to them."""
+"""Weights in float8: sent in blocks where that is asked for; engines and folders that are quantised otherwise refused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import json
 import threading
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from vagen.actor.local_engine import EngineConfig
 from vagen.actor.local_engine.model import EngineModel
+from vagen.common.block_fp8 import SCALE_SUFFIX, is_quantised
 from vagen.common.errors import ConfigError
+from vagen.common.weight_transfer import tensor_checksum
 from vagen.learner.broadcast import Broadcaster
 from vagen.learner.config import BroadcastConfig
 from vagen.tools.engine_doctor import EngineDoctor
@@ -125,3 +130,69 @@ def test_a_quantised_model_folder_is_refused_by_engine_and_learner(tmp_path, sec
         EngineModel(tmp_path, EngineConfig())
     with pytest.raises(ConfigError, match=message):
         VisionLanguageActorCritic.load_hf(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def engines(start_engines):
+    """One in float32, one in bfloat16."""
+    return [start_engines(1, dtype=dtype, max_context=256)[0] for dtype in ("float32", "bfloat16")]
+
+
+def by_transformers(weights, dtype):
+    """The weights as transformers would have them back; each matrix of the tiny model is one block at most."""
+    quantiser = Fp8Quantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=None, scale_fmt="")))
+    back = {}
+    for name, tensor in weights:
+        back[name] = tensor.to(dtype)
+        if is_quantised(name, tensor.shape):
+            assert max(tensor.shape) <= 128
+            quantised, scale = quantiser.convert({name: tensor}).values()
+            back[name] = Fp8Dequantize(None)._dequantize_one(quantised, scale, dtype)
+    return back
+
+
+@pytest.mark.parametrize("topology", ["star", "disk"])
+def test_engines_compute_with_what_comes_back_from_float8(engines, lab, tmp_path, topology):
+    config = BroadcastConfig(
+        broadcast_topology=topology, disk_dir=str(tmp_path / "w"), quantise=True, bucket_bytes=30_000
+    )
+    model, weights = lab.new_weights(engines[0])
+    version = 1 + int(engines[0].version())
+    with closing(Broadcaster(config)) as broadcaster:
+        report = broadcaster.publish(weights, version, [engine.url for engine in engines])
+    assert not report.failed
+    for engine, dtype in zip(engines, (torch.float32, torch.bfloat16), strict=True):
+        expected = by_transformers(weights, dtype)
+        assert engine.checksums() == {name: tensor_checksum(tensor) for name, tensor in expected.items()}
+    quantised = by_transformers(weights, torch.float32)
+    with torch.no_grad():
+        for (name, _), parameter in zip(weights, model.parameters(), strict=True):
+            parameter.copy_(quantised[name])
+    lab.assert_serves(engines[0], model, version)
+
+
+def test_float8_without_scales_changes_nothing(engines, lab, tmp_path):
+    engine = engines[0]
+    config = BroadcastConfig(broadcast_topology="disk", disk_dir=str(tmp_path / "w"), quantise=True)
+    with closing(Broadcaster(config)) as broadcaster:
+        assert broadcaster.publish(lab.new_weights(engine)[1], 50, [engine.url]).ok
+    before = engine.checksums()
+    (file,) = (tmp_path / "w").glob("v*/*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if name.endswith(SCALE_SUFFIX))
+    weight = name.removesuffix(SCALE_SUFFIX)
+    for left_out, message in ((name, f"{weight} came without {name}"), (weight, "lacks 1 parameters")):
+        save_file({key: tensor for key, tensor in tensors.items() if key != left_out}, file)
+        (file.parent / "model.safetensors.index.json").unlink(missing_ok=True)
+        status, answer = engine.call("/update_weights_from_disk", {"model_path": str(file.parent)})
+        assert status == 400 and message in answer["message"]
+    assert engine.checksums() == before and engine.version() == "50"
+
+
+def test_sglang_with_fp8_gets_blocks_where_nothing_speaks_against_it(serve):
+    """Which has never been tried: SGLang's float8 wants a GPU."""
+    config = BroadcastConfig(broadcast_timeout_s=1.0, quantise=True)
+    blocks, channels = serve("fp8", *PLAIN), serve("fp8", *PLAIN, SCALE)
+    with closing(Broadcaster(config)) as broadcaster:
+        report = broadcaster.publish([(PLAIN[1], torch.ones(4, 4))], 1, [blocks.url, channels.url])
+    assert report.failed[blocks.url].startswith("group: ") and SCALE in report.failed[channels.url]
