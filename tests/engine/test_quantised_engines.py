@@ -1,4 +1,4 @@
-"""Weights in float8: sent in blocks where that is asked for; engines and folders that are quantised otherwise refused."""
+"""Weights in float8: sent in blocks where that is asked for; engines and folders quantised otherwise are refused."""
 
 from __future__ import annotations
 
