@@ -14,7 +14,8 @@ VagenError
 │   │   └── EngineRefusedError          the engine answered 4xx: the request was wrong
 │   └── BufferUnavailableError          Redis or the ingest did not answer within the time-out
 ├── BroadcastError (RuntimeError)       a publish could not reach any engine
-└── CheckpointError (RuntimeError)      a checkpoint that cannot be written or does not match
+├── CheckpointError (RuntimeError)      a checkpoint that cannot be written or does not match
+└── RankLostError (RuntimeError)        another process of the same learner does not answer any more
 """
 
 from __future__ import annotations
@@ -92,3 +93,7 @@ class BroadcastError(VagenError, RuntimeError):
 
 class CheckpointError(VagenError, RuntimeError):
     """A checkpoint that cannot be written, read or matched to the model."""
+
+
+class RankLostError(VagenError, RuntimeError):
+    """Another process of this learner ended, or did not answer within the time-out of a collective."""

@@ -38,7 +38,7 @@ from vagen.learner.journal import StepJournal
 from vagen.learner.loop import Learner
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.checkpoint_io import load_checkpoint
-from vagen.learner.model.collectives import sum_over_data_parallel
+from vagen.learner.model.collectives import recognise_lost_ranks, sum_over_data_parallel
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.model.parallel import ParallelTopology, parallel_session
 from vagen.learner.model.spec import require_transformer_engine
@@ -140,8 +140,8 @@ def run_learner(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path, redis
 def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> Iterator[LearnerParts]:
     """Process groups, model, newest checkpoint, journal and metrics; ends them with the block.
 
-    SIGTERM and SIGINT set `stop` meanwhile. Raises `ConfigError` for what cannot work and `CheckpointError` for a
-    checkpoint of another model.
+    SIGTERM and SIGINT set `stop` meanwhile. Raises `ConfigError` for what cannot work, `CheckpointError` for a
+    checkpoint of another model, and `RankLostError`, also in the block, when another rank is gone.
     """
     run, config = section(recipe, "run", RunConfig), section(recipe, "learner", LearnerConfig)
     torch.set_num_threads(config.num_threads)
@@ -152,6 +152,7 @@ def learner_parts(recipe: Mapping[str, Any], model_dir: Path, run_dir: Path) -> 
     with (
         _stopped_by_signals() as stop,
         parallel_session(config.layout, seed=run.seed + 1) as topology,
+        recognise_lost_ranks(),
     ):
         model, trainer, update = _make_update(run, config, model_dir, preparer.forbidden_token_ids, topology)
         checkpoints = CheckpointFolder.of_run(run_dir, config.keep_checkpoints)

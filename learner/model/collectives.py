@@ -6,7 +6,8 @@ back on the CPU, where batches and losses live; NCCL sees copies of them on its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from vagen.common.errors import RankLostError
 from vagen.learner.model.cpu_compat import compute_device
 
 __all__ = [
@@ -29,10 +31,41 @@ __all__ = [
     "is_last_stage",
     "last_stage",
     "num_stages",
+    "recognise_lost_ranks",
     "sum_over_data_parallel",
 ]
 
 Item = TypeVar("Item")
+
+
+@contextmanager
+def recognise_lost_ranks() -> Iterator[None]:
+    """Raises RankLostError for what torch says, at whatever place, when another rank has ended or hangs.
+
+    Who is missing is not known here: the ranks that remain only see a connection that broke.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        broken = _broken_connection(error)
+        if broken is None:
+            raise
+        raise RankLostError(
+            f"the learner has lost one of its {dist.get_world_size()} ranks ({broken}); what ended it is in the "
+            "output of that rank, and torchrun names the first that failed. The same command goes on from the newest "
+            "checkpoint"
+        ) from error
+
+
+def _broken_connection(error: BaseException) -> str | None:
+    """What NCCL or gloo said first, if it is behind an error; gloo has no class of its own, but names its source."""
+    inner: BaseException | None = error
+    while inner is not None:
+        text = str(inner)
+        if isinstance(inner, dist.DistError) or (isinstance(inner, RuntimeError) and "/gloo/" in text):
+            return text.rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0] or text.partition("\n")[0]
+        inner = inner.__cause__ or inner.__context__
+    return None
 
 
 # All ranks -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,12 +22,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("told", [0, 1])
-def test_all_ranks_stop_when_one_is_told(valkey, told):
+@pytest.fixture
+def ranks(valkey):
+    """Two ranks that wait for data."""
     LearnerStore.connect(valkey.url, "run").register("learner", step=3, batch_size=4, max_staleness=2)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
+    started = [
         subprocess.Popen(
             [sys.executable, str(WORKER), valkey.url],
             stdout=subprocess.PIPE,
@@ -36,10 +37,26 @@ def test_all_ranks_stop_when_one_is_told(valkey, told):
         for rank in range(2)
     ]
     try:
-        assert [rank.stdout.readline() for rank in ranks] == ["waiting\n"] * 2
-        ranks[told].terminate()
-        assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["stopped at 3\n"] * 2
+        assert [rank.stdout.readline() for rank in started] == ["waiting\n"] * 2
+        yield started
     finally:
-        for rank in ranks:
+        for rank in started:
             rank.kill()
             rank.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [0, 1])
+def test_all_ranks_stop_when_one_is_told(ranks, told):
+    ranks[told].terminate()
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["stopped at 3\n"] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_says_that_another_is_gone(ranks):
+    ranks[0].kill()
+    said, _ = ranks[1].communicate(timeout=60)
+    assert re.fullmatch(
+        r"the learner has lost one of its 2 ranks \(\w.*\); what ended it is in the output of that .*\n", said
+    )
+    assert "gloo" not in said and "GLHF" not in said
