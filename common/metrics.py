@@ -56,6 +56,7 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "vagen_learner_tokens_total": ("Tokens trained on, by role: policy or context", ("role",)),
     "vagen_learner_seconds_total": ("Seconds of the learner by stage", ("stage",)),
     "vagen_learner_publishes_total": ("Publishes by outcome", ("outcome",)),
+    "vagen_learner_publish_bytes_total": ("Bytes of weights that publishes sent, to all engines together", ()),
     "vagen_learner_publish_overlap_seconds_total": (
         "Seconds of publishes by part: waited for by the loop, or hidden beside its work",
         ("part",),

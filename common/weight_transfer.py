@@ -1,8 +1,8 @@
-"""What the learner and an engine must agree on to move weights: process groups, buckets and checksums.
+"""What the learner and an engine must agree on to move weights: process groups, buckets, checksums, low-rank updates.
 
 Owns the wire side only: how the two-ended groups are built, how tensors lie in a flattened bucket, what the checksum
-of a tensor is. Knows nothing of HTTP, of versions, or of which weights a model has. Imports torch inside its functions
-only, as all of `vagen.common` must import without it.
+of a tensor is, and how a weight and its low-rank update become one tensor. Knows nothing of HTTP, of versions, or of
+which weights a model has. Imports torch inside its functions only, as all of `vagen.common` must import without it.
 
 Groups are built as SGLang's `init_custom_process_group` builds them: the trainer is rank 0, and the name of the group
 prefixes the keys of the store twice, once by hand and once inside torch's helper.
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import xxhash
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 __all__ = [
+    "LowRankUpdate",
+    "add_low_rank",
     "broadcast",
     "combined_checksum",
     "connect_store",
@@ -39,6 +42,34 @@ __all__ = [
 
 _RAISING_WAITS = "TORCH_NCCL_BLOCKING_WAIT"
 _environment = threading.Lock()
+
+
+class LowRankUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`weight + scale * b @ a` of the base weights of one layer, whose tensors are named here."""
+
+    weights: tuple[str, ...]
+    """[rows, inputs] each, by engine name: they share `a`, and the rows of `b` are theirs in this order."""
+    a: str
+    """[rank, inputs]."""
+    b: str
+    """[rows of all, rank]."""
+    scale: float
+
+
+def add_low_rank(
+    base: Sequence[torch.Tensor], a: torch.Tensor, b: torch.Tensor, scale: float
+) -> Iterator[torch.Tensor]:
+    """The weights [rows, inputs] of a layer with their update added in float32, one after the other, in their dtype.
+
+    Both sides of a transfer call this on the same shapes, so that what they get has the same checksum: factors are
+    copied first, since a matrix product may depend on where they lie.
+    """
+    import torch
+
+    factor = a.detach().to(torch.float32, copy=True)
+    for weight, rows in zip(base, b.detach().split([weight.shape[0] for weight in base]), strict=True):
+        update = rows.to(torch.float32, copy=True) @ factor
+        yield update.mul_(scale).add_(weight.detach()).to(weight.dtype)
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> Store:

@@ -2,7 +2,8 @@
 
 For each engine within `broadcast_timeout_s`:
 
-    /server_info -> (new engine or new incarnation: build a group) -> pause -> begin
+    /server_info -> (frozen weights, and no proof that it has them: compare checksums, send what differs along)
+    -> (new engine or new incarnation: build a group) -> pause -> begin
     -> for each bucket: announcement over HTTP and broadcast, side by side -> end -> continue -> compare checksums
 
 `broadcast_topology` star: each engine for itself, all at the same time (`_Alone`). One group per engine (this process
@@ -37,7 +38,9 @@ from vagen.learner.engine_control import EngineControl, ProbeAnswer, ProbePrompt
 from vagen.learner.engine_links import EngineLinks, Link, side_by_side
 from vagen.learner.engine_quantisation import PlainEngines
 from vagen.learner.engine_visit import EngineVisit
+from vagen.learner.frozen_weights import FrozenWeights
 from vagen.learner.group_publish import publish_together
+from vagen.learner.holdings import Holdings
 from vagen.learner.weight_buckets import Deliveries, Delivery
 from vagen.learner.weight_folders import WeightFolders
 
@@ -56,12 +59,14 @@ class PublishReport:
     failed: Mapping[str, str]
     """URL -> stage and reason."""
     checksum: str
-    """Of the published tensors."""
+    """Of all weights that the engines have after it."""
     seconds: float
     stall_s: float
     """Longest time that an engine of `ok` was paused."""
     transfer_s: float
     """Longest time from the first announcement to an engine of `ok` until it had the last bucket."""
+    sent_bytes: int
+    """Of tensors that left this process, each as often as it did."""
 
 
 def checksum(tensors: Sequence[tuple[str, Tensor]]) -> str:
@@ -78,6 +83,7 @@ class Broadcaster:
         self._links = EngineLinks(config.broadcast_timeout_s)
         self._plain = PlainEngines(takes_float8=config.quantise)
         self._folders = WeightFolders(Path(config.disk_dir), config.disk_keep) if config.disk_dir else None
+        self._holdings = Holdings()
 
     def publish(
         self,
@@ -85,21 +91,25 @@ class Broadcaster:
         version: int | str,
         engines: Sequence[str],
         *,
+        frozen: FrozenWeights | None = None,
         require_one: bool = False,
     ) -> PublishReport:
         """Bring `tensors`, by engine name, to all engines (base URLs) as `version`. Blocks; no engine makes it raise.
 
-        The tensors must not change until this returns. Raises ConfigError for names that no engine has, and
-        BroadcastError when `require_one` and none took the weights.
+        What is `frozen`, the same object at each publish, goes to engines that lack it; factors of its low-rank updates
+        are among `tensors`. The tensors must not change until this returns. Raises ConfigError for names that no engine
+        has, and BroadcastError when `require_one` and none took the weights.
         """
-        _check_names([name for name, _ in tensors])
-        report = asyncio.run(self._publish(tensors, str(version), list(dict.fromkeys(engines))))
+        frozen = frozen or FrozenWeights()
+        _check_names([name for name, _ in (*tensors, *frozen.tensors)])
+        report = asyncio.run(self._publish(tensors, frozen, str(version), list(dict.fromkeys(engines))))
         logger.info(
-            "version %s: %d of %d engines in %.3f s, stall %.3f s, failed: %s",
+            "version %s: %d of %d engines in %.3f s, %d bytes sent, stall %.3f s, failed: %s",
             version,
             len(report.ok),
             len(report.ok) + len(report.failed),
             report.seconds,
+            report.sent_bytes,
             report.stall_s,
             dict(report.failed) or "none",
         )
@@ -113,6 +123,7 @@ class Broadcaster:
         self._plain.forget(engine)
         if self._folders is not None:
             self._folders.forget(engine)
+        self._holdings.drop(engine)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -122,33 +133,32 @@ class Broadcaster:
         return EngineControl(session, url, key=self._config.api_key, admin_key=self._config.admin_api_key)
 
     async def _publish(
-        self, tensors: Sequence[tuple[str, Tensor]], version: str, engines: Sequence[str]
+        self, tensors: Sequence[tuple[str, Tensor]], frozen: FrozenWeights, version: str, engines: Sequence[str]
     ) -> PublishReport:
         start = time.monotonic()
-        # Two blocking waits and a bucket to prepare for each engine, one hash. Not joined here: a thread that waits for
-        # a hung engine ends at the time-out of its group, and must not hold up the others.
-        threads = ThreadPoolExecutor(3 * len(engines) + 1, thread_name_prefix="broadcast")
+        # Two blocking waits and a bucket to prepare for each engine, one hash, and what most of them get. Not joined
+        # here: a thread that waits for a hung engine ends at the time-out of its group, and must not hold up others.
+        threads = ThreadPoolExecutor(3 * len(engines) + 2, thread_name_prefix="broadcast")
         try:
             num_grouped = sum(not self._config.reads_files(url) for url in engines)
             # Where all share a group, the buckets are sent once.
             num_consumers = 1 if self._shares_group(num_grouped) else num_grouped
             bucket_bytes, quantise = self._config.bucket_bytes, self._config.quantise
-            deliveries = Deliveries(version, tensors, bucket_bytes, num_consumers, threads, quantise=quantise)
-            # While the engines are asked to pause.
-            threads.submit(deliveries.original.buckets.prepare, 0)
+            deliveries = Deliveries(version, tensors, frozen, bucket_bytes, num_consumers, threads, quantise=quantise)
             async with open_session() as session:
                 controls = [self._control(session, url) for url in engines]
-                visits = [EngineVisit(control, deliveries, self._config, self._plain) for control in controls]
+                visits = [EngineVisit(c, deliveries, self._config, self._plain, self._holdings) for c in controls]
                 by_url = await self._visit(visits, deliveries)
             served = [visit for visit in visits if by_url[visit.engine.url] is None]
             return PublishReport(
                 version=version,
                 ok=tuple(visit.engine.url for visit in served),
                 failed={url: failure for url, failure in by_url.items() if failure is not None},
-                checksum=combined_checksum(await deliveries.original.checksums()),
+                checksum=combined_checksum(await deliveries.content.checksums()),
                 seconds=time.monotonic() - start,
                 stall_s=max((visit.stall_s for visit in served), default=0.0),
                 transfer_s=max((visit.transfer_s for visit in served), default=0.0),
+                sent_bytes=deliveries.sent_bytes,
             )
         finally:
             threads.shutdown(wait=False)
@@ -189,8 +199,9 @@ class _Alone:
         visit, done = self._visit, 0
         try:
             await visit.inform()
-            delivery = visit.delivery
-            assert delivery is not None
+            adds = visit.can_add
+            await visit.compare(adds=adds)
+            delivery = visit.delivery = await self._deliveries.of(visit.info, visit.missing, adds=adds)
             link = await self._link(delivery)
             await visit.pause()
             await visit.begin()

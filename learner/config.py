@@ -139,7 +139,7 @@ class CriticConfig(Section, frozen=True, kw_only=True):
 class LoRAConfig(Section, frozen=True, kw_only=True):
     """Low-rank adapters (Hu et al. 2021) instead of all weights: they and the critic's head are what is trained.
 
-    Published and exported weights have them merged; the export's folder `adapter` has them apart, for PEFT.
+    Engines and exported weights have them merged; the export's folder `adapter` has them apart, for PEFT.
     """
 
     rank: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -30,7 +30,7 @@ async def publish_by_disk(
     assert folders is not None
     files = _Files(folders, deliveries.threads)
     try:
-        return await asyncio.gather(*(_visit(visit, files, folders) for visit in visits))
+        return await asyncio.gather(*(_visit(visit, deliveries, files, folders) for visit in visits))
     finally:
         files.give_up()
 
@@ -59,14 +59,14 @@ class _Files:
         self._given_up.set()
 
 
-async def _visit(visit: EngineVisit, files: _Files, folders: WeightFolders) -> str | None:
+async def _visit(visit: EngineVisit, deliveries: Deliveries, files: _Files, folders: WeightFolders) -> str | None:
     folder: Path | None = None
 
     async def transfer() -> None:
         nonlocal folder
         await visit.inform()
-        assert visit.delivery is not None
         visit.stage = "files"
+        visit.delivery = await deliveries.whole(visit.info)
         folder = await files.of(visit.delivery)
         await visit.pause()
         with folders.reading(visit.engine.url, folder):

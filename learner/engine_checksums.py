@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vagen.common.errors import BroadcastError
 
-__all__ = ["can_compare", "missing_names", "require_equal"]
+__all__ = ["can_compare", "differing_names", "missing_names", "require_equal"]
 
 _TIED_HEAD = "lm_head.weight"
 _FUSED = {
@@ -45,18 +45,33 @@ def require_equal(
 
     Raises BroadcastError naming the first tensor that differs, or that the engine does not have.
     """
-    if info.get("kind") == "local":
-        theirs: dict[str, str] = answer["ranks"][0]["checksums"]
-        differing = sorted(
-            name
-            for name, digest in checksums.items()
-            if theirs.get(name) != digest and not (name == _TIED_HEAD and name not in theirs)
-        )
-    else:
-        by_name = dict(tensors)
-        differing = sorted({name for rank in answer["ranks"] for name in _differing(rank, by_name)})
+    differing = differing_names(info, answer, tensors, checksums)
     if differing:
         raise BroadcastError(f"{len(differing)} of {len(checksums)} tensors differ, first {differing[0]}")
+
+
+def differing_names(
+    info: Mapping[str, Any],
+    answer: Mapping[str, Any],
+    tensors: Sequence[tuple[str, Tensor]],
+    checksums: Mapping[str, str],
+    *,
+    without_updates: bool = False,
+) -> list[str]:
+    """Names of those of `tensors` that the engine of an answer of `/weights_checker` does not have, or has otherwise.
+
+    `checksums` are the learner's own. A local engine may be compared as it was before it added low-rank updates.
+    """
+    if info.get("kind") != "local":
+        by_name = dict(tensors)
+        return sorted({name for rank in answer["ranks"] for name in _differing(rank, by_name)})
+    (rank,) = answer["ranks"]
+    theirs = rank["checksums"] | (rank["base_checksums"] if without_updates else {})
+    return sorted(
+        name
+        for name, digest in checksums.items()
+        if theirs.get(name) != digest and not (name == _TIED_HEAD and name not in theirs)
+    )
 
 
 def missing_names(answer: Mapping[str, Any], names: Collection[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """One publish to several engines in one process group: each bucket is sent once and passed on from engine to engine.
 
-    all: /server_info -> group, unless it is that of the publish before -> pause -> begin
+    all: /server_info -> what frozen weights do they lack -> group, unless there is that of the publish before -> pause
+    -> begin
     -> for each bucket: announcement to all and one broadcast, side by side -> end
     each: continue -> compare checksums
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -55,7 +55,7 @@ async def publish_together(
             links.drop(visit.engine.url)
         return failure
 
-    attempts = _Attempts(deliveries.threads, links, config.broadcast_timeout_s, start)
+    attempts = _Attempts(deliveries, links, config.broadcast_timeout_s, start)
     left = sorted(visits, key=lambda visit: visit.engine.url)
     try:
         while left:
@@ -77,8 +77,9 @@ async def publish_together(
 class _Attempts:
     """To bring a delivery to engines that share a group."""
 
-    def __init__(self, threads: ThreadPoolExecutor, links: EngineLinks, timeout_s: float, start: float) -> None:
-        self._threads = threads
+    def __init__(self, deliveries: Deliveries, links: EngineLinks, timeout_s: float, start: float) -> None:
+        self._deliveries = deliveries
+        self._threads = deliveries.threads
         self._links = links
         self._step_s, self._answer_s = _STEP_SHARE * timeout_s, _ANSWER_SHARE * timeout_s
         self._deadline = start + TRANSFER_SHARE * timeout_s
@@ -86,7 +87,7 @@ class _Attempts:
     async def make(self, visits: Sequence[EngineVisit]) -> None:
         """Take all steps up to the end of the update. Raises _LostError."""
         await self._together(visits, EngineVisit.inform, _nothing)
-        delivery = _common_delivery(visits)
+        delivery = await self._common_delivery(visits)
         link = await self._link(visits, delivery.buckets.is_cuda)
         await self._together(visits, EngineVisit.pause, _nothing)
         await self._together(visits, EngineVisit.begin, _nothing)
@@ -95,6 +96,21 @@ class _Attempts:
             await self._together(visits, announce, delivery.sending(link, index))
             delivery.buckets.release(index)
         await self._together(visits, EngineVisit.end, _nothing)
+
+    async def _common_delivery(self, visits: Sequence[EngineVisit]) -> Delivery:
+        """What all of these get: whatever one of them lacks. Raises _LostError where their dtypes differ."""
+        if len({self._deliveries.form_of(visit.info) for visit in visits}) > 1:
+            named = ", ".join(sorted({str(visit.info.get("dtype")) for visit in visits}))
+            message = f"group: the engines have dtypes {named}, and one group has one; use topology star"
+            raise _LostError(dict.fromkeys(visits, message))
+        adds = all(visit.can_add for visit in visits)
+        if self._deliveries.frozen.names:
+            await self._together(visits, partial(EngineVisit.compare, adds=adds), _nothing)
+        missing = frozenset[str]().union(*(visit.missing for visit in visits))
+        delivery = await self._deliveries.of(visits[0].info, missing, adds=adds)
+        for visit in visits:
+            visit.delivery = delivery
+        return delivery
 
     async def _link(self, visits: Sequence[EngineVisit], is_cuda: bool) -> Link:
         """The group of the publish before, if it is of the same engines, else a new one, with ranks in this order."""
@@ -163,17 +179,6 @@ class _Attempts:
                 lost[visit] = f"{visit.stage}: {failure}"
         if lost:
             raise _LostError(lost)
-
-
-def _common_delivery(visits: Sequence[EngineVisit]) -> Delivery:
-    """What all of these get. Raises _LostError where their dtypes differ."""
-    first, *others = (visit.delivery for visit in visits)
-    assert first is not None
-    if any(other is not first for other in others):
-        dtypes = ", ".join(sorted({str(visit.info.get("dtype")) for visit in visits}))
-        message = f"group: the engines have dtypes {dtypes}, and one group has one; use topology star"
-        raise _LostError(dict.fromkeys(visits, message))
-    return first
 
 
 def _nothing() -> None:

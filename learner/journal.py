@@ -152,6 +152,7 @@ class StepJournal:
         for each in published:
             m.gauge("vagen_learner_policy_version", each.version)
             m.observe("vagen_learner_publish_seconds", each.report.seconds)
+            m.count("vagen_learner_publish_bytes_total", each.report.sent_bytes)
             m.count("vagen_learner_publishes_total", len(each.report.ok), outcome="ok")
             m.count("vagen_learner_publishes_total", len(each.report.failed), outcome="failed")
         spent_s = sum(each.report.seconds for each in published)
@@ -217,6 +218,7 @@ def _publish_fields(published: Published) -> dict[str, Any]:
         "step": published.step,
         "seconds": report.seconds,
         "stall_s": report.stall_s,
+        "sent_bytes": report.sent_bytes,
         "ok": list(report.ok),
         "failed": dict(report.failed),
         "probe_mismatch": published.mismatch,

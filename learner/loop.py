@@ -113,6 +113,10 @@ class Learner:
     def _run(self) -> int:
         config = self.config
         step = self.first_step
+        if self.publisher is not None:
+            frozen = self.trainer.model.frozen_weights()
+            if self.is_first_rank:
+                self.publisher.freeze(frozen)
         self._publish(step)
         while step < self.last_step:
             clock = _Clock()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vagen.common.errors import InfrastructureError
 from vagen.learner.broadcast import ProbeAnswer
+from vagen.learner.frozen_weights import FrozenWeights
 from vagen.learner.probe import Probe
 from vagen.learner.publisher import Published, Publisher
 from vagen.learner.snapshot import SnapshotBuffer
@@ -87,6 +88,10 @@ class PublishThread:
     def members(self) -> Sequence[str]:
         """URLs of the engines that serve the last version."""
         return self.publisher.members
+
+    def freeze(self, frozen: FrozenWeights) -> None:
+        """Say what no publish changes, before the first `submit`: that is not copied."""
+        self.publisher.frozen = frozen
 
     def submit(self, weights: Iterable[tuple[str, Tensor]], step: int, probe: Probe | None = None) -> None:
         """Copy the weights of a learner step, which may change as soon as this returns, and have them published.

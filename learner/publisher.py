@@ -16,6 +16,7 @@ from torch import Tensor
 from vagen.buffer.learner_store import EngineLease
 from vagen.buffer.sharded_store import Store
 from vagen.learner.broadcast import Broadcaster, ProbeAnswer, PublishReport
+from vagen.learner.frozen_weights import FrozenWeights
 
 __all__ = ["Publisher", "Published"]
 
@@ -49,6 +50,8 @@ class Publisher:
     store: Store
     broadcaster: Broadcaster
     incarnation: str
+    frozen: FrozenWeights | None = None
+    """What no publish changes; set before the first."""
     _snapshot: _Snapshot | None = None
     _members: dict[str, str] = field(default_factory=dict)
     """Engines that serve the last version: url -> incarnation."""
@@ -71,8 +74,9 @@ class Publisher:
     def publish(self, tensors: Sequence[tuple[str, Tensor]], step: int) -> Published:
         """Give weights a new version, that of learner step `step`, and send it to every announced engine.
 
-        The tensors must stay as they are until the next publish: engines that join get them. An engine that is dead or
-        hangs costs at most the broadcast time-out, and is out of traffic.
+        Engines that lack `frozen` weights get those as well. The tensors must stay as they are until the next publish:
+        engines that join get them. An engine that is dead or hangs costs at most the broadcast time-out, and is out of
+        traffic.
         """
         version = self.store.next_version()
         self.store.record_version(version, self.incarnation, step, checksum="")
@@ -109,7 +113,8 @@ class Publisher:
     def _send(self, engines: Sequence[EngineLease]) -> PublishReport:
         assert self._snapshot is not None
         snapshot = self._snapshot
-        report = self.broadcaster.publish(snapshot.tensors, snapshot.version, [engine.url for engine in engines])
+        urls = [engine.url for engine in engines]
+        report = self.broadcaster.publish(snapshot.tensors, snapshot.version, urls, frozen=self.frozen)
         by_url = {engine.url: engine for engine in engines}
         for url in report.ok:
             if self.store.admit_engine(url, by_url[url].incarnation, snapshot.version):

@@ -7,9 +7,11 @@ from typing import Literal
 import msgspec
 
 from vagen.actor.local_engine.engine import PauseMode
+from vagen.common.weight_transfer import LowRankUpdate
 
 __all__ = [
     "AbortBody",
+    "BeginUpdateBody",
     "CheckerBody",
     "DestroyGroupBody",
     "DiskUpdateBody",
@@ -59,6 +61,13 @@ class DestroyGroupBody(Body):
     """`/destroy_weights_update_group`."""
 
     group_name: str = "weight_update_group"
+
+
+class BeginUpdateBody(Body):
+    """`/begin_weight_update`."""
+
+    updates: list[LowRankUpdate] = []
+    """Not in SGLang: low-rank updates whose factors are among the tensors that follow."""
 
 
 class UpdateBody(Body):

@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 
 from vagen.actor.local_engine.admin import (
     AbortBody,
+    BeginUpdateBody,
     CheckerBody,
     DestroyGroupBody,
     DiskUpdateBody,
@@ -133,7 +134,7 @@ class EngineServer:
             administrative("/continue_generation", EmptyBody, self._continue),
             administrative("/init_weights_update_group", InitGroupBody, self._init_group),
             administrative("/destroy_weights_update_group", DestroyGroupBody, self._destroy_group),
-            administrative("/begin_weight_update", EmptyBody, self._begin_update),
+            administrative("/begin_weight_update", BeginUpdateBody, self._begin_update),
             administrative("/update_weights_from_distributed", UpdateBody, self._update),
             administrative("/end_weight_update", EndUpdateBody, self._end_update),
             administrative("/update_weights_from_disk", DiskUpdateBody, self._update_from_disk),
@@ -222,8 +223,8 @@ class EngineServer:
         await self._on_admin(lambda: self._receiver.destroy_group(body.group_name))
         return {}
 
-    async def _begin_update(self, _: EmptyBody) -> dict[str, Any]:
-        await self._on_admin(self._receiver.begin)
+    async def _begin_update(self, body: BeginUpdateBody) -> dict[str, Any]:
+        await self._on_admin(lambda: self._receiver.begin(body.updates))
         return {}
 
     async def _update(self, body: UpdateBody) -> dict[str, Any]:
@@ -258,8 +259,10 @@ class EngineServer:
 
     async def _check_weights(self, _: CheckerBody) -> dict[str, Any]:
         checksums = await self._on_admin(self._receiver.checksums)
+        bases = await self._on_admin(self._receiver.base_checksums)
         combined = combined_checksum(checksums)
-        return {"ranks": [{"checksums": checksums, "per_gpu_checksum": combined}], "per_engine_checksum": combined}
+        rank = {"checksums": checksums, "base_checksums": bases, "per_gpu_checksum": combined}
+        return {"ranks": [rank], "per_engine_checksum": combined}
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response() if self._engine.is_alive else _error(503, "the engine has died")
@@ -294,6 +297,7 @@ class EngineServer:
                 "device": str(model.device),
                 "num_parameters": model.num_parameters,
                 "paused": self._engine.is_paused,
+                "takes_low_rank_updates": True,
             }
         )
 

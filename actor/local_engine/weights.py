@@ -4,7 +4,7 @@ An update is `begin`, any number of `receive` or `read_folder`, `end`. Tensors a
 before a byte of them is received, and arrive in tensors of their own; the model changes only when the engine applies
 what `end` returned, between two of its steps. An update that fails or is given up therefore needs no undoing. The
 price is memory for a second copy. It is kept from one update to the next: on a CPU, receiving into fresh pages takes
-nearly twice as long.
+nearly twice as long. Of low-rank updates, which `begin` is told of, the factors alone arrive.
 
 All methods but `discard` run on one thread, the engine's administration thread, and may block up to the time-out.
 """
@@ -25,8 +25,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from vagen.actor.local_engine.adapters import AdaptedWeights, floating_dtype
 from vagen.common.block_fp8 import SCALE_SUFFIX, dequantise, is_quantised, scale_shape
 from vagen.common.weight_transfer import (
+    LowRankUpdate,
     broadcast,
     connect_store,
     dtype_name,
@@ -68,15 +70,22 @@ class StagedWeights:
     """What an update has received so far."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By engine name."""
+    """By engine name, or the name of a factor."""
     scales: dict[str, Tensor] = field(default_factory=dict)
     """Of those in float8, by their names."""
+    updates: Sequence[LowRankUpdate] = ()
+    """Whose factors are among the tensors."""
     version: str | None = None
     """None keeps the version."""
     buffers: list[Tensor] = field(default_factory=list)
     """uint8, what flattened buckets were received into: the memory behind `tensors`."""
     failure: str | None = None
     """Why this update can only be begun anew."""
+
+    @property
+    def factors(self) -> dict[str, LowRankUpdate]:
+        """The updates by the names of both of their factors."""
+        return {name: update for update in self.updates for name in (update.a, update.b)}
 
 
 def engine_name(name: str) -> str:
@@ -140,6 +149,7 @@ class WeightReceiver:
     def __init__(self, model: nn.Module, *, is_tied: bool) -> None:
         self._parameters = {engine_name(name): parameter for name, parameter in model.named_parameters()}
         self._is_tied = is_tied
+        self._adapted = AdaptedWeights(self._parameters)
         self._groups: dict[str, ProcessGroup] = {}
         self._staged: StagedWeights | None = None
         self._spare: list[Tensor] = []
@@ -174,9 +184,16 @@ class WeightReceiver:
             raise WeightUpdateError(f"group_name: no group {name}; known are {sorted(self._groups)}")
         leave_group(group)
 
-    def begin(self) -> None:
-        """Start an update; one that was not ended is dropped."""
-        self._staged = StagedWeights()
+    def begin(self, updates: Sequence[LowRankUpdate] = ()) -> None:
+        """Start an update, of which the factors of low-rank `updates` will be part; one that was not ended is dropped.
+
+        Raises WeightUpdateError for updates that do not fit the model.
+        """
+        try:
+            self._adapted.check(updates)
+        except ValueError as error:
+            raise WeightUpdateError(str(error)) from error
+        self._staged = StagedWeights(updates=tuple(updates))
 
     def discard(self) -> None:
         """Give up the update that runs, if any. Any thread may call this."""
@@ -197,7 +214,7 @@ class WeightReceiver:
         group = self._groups.get(group_name)
         if group is None:
             raise WeightUpdateError(f"group_name: no group {group_name}; known are {sorted(self._groups)}")
-        kinds = self._check(names, dtypes, shapes)
+        kinds = self._check(names, dtypes, shapes, staged.factors)
         device = next(iter(self._parameters.values())).device
         try:
             if flattened:
@@ -230,7 +247,7 @@ class WeightReceiver:
                 raise WeightUpdateError(f"model_path: {file}: {twice or 'one of its tensors'} is there twice")
             names, values = list(tensors), list(tensors.values())
             try:
-                kinds = self._check(names, [dtype_name(t.dtype) for t in values], [t.shape for t in values])
+                kinds = self._check(names, [dtype_name(t.dtype) for t in values], [t.shape for t in values], {})
             except WeightUpdateError as error:
                 raise WeightUpdateError(f"model_path: {file}: {error}") from error
             self._stage(staged, dict(zip(names, self._copied(staged, kinds, values), strict=True)), version)
@@ -247,22 +264,32 @@ class WeightReceiver:
         if alone:
             what = "its float8 weights" if alone[0] in staged.scales else alone[0] + SCALE_SUFFIX
             raise WeightUpdateError(f"names: {alone[0]} came without {what}")
+        for update in staged.updates:
+            a, b = staged.tensors.get(update.a), staged.tensors.get(update.b)
+            if a is None or b is None or len(a) != b.shape[1]:
+                raise WeightUpdateError(f"updates: {update.a} and {update.b} did not both arrive, with one rank")
         if version is not None:
             staged.version = version
         return staged
 
     def apply(self, staged: StagedWeights) -> None:
         """Write staged tensors into the model. Only the engine's thread may call this, between two steps."""
-        for name, tensor in staged.tensors.items():
+        plain = {name: tensor for name, tensor in staged.tensors.items() if name not in staged.scales}
+        for name, scale in staged.scales.items():
             parameter = self._parameters[name].data
-            scale = staged.scales.get(name)
-            parameter.copy_(tensor if scale is None else dequantise(tensor, scale, parameter.dtype))
+            parameter.copy_(dequantise(staged.tensors[name], scale, parameter.dtype))
+            self._adapted.forget(name)
+        self._adapted.apply(plain, staged.updates)
         # Nothing refers to them any more, and the next update has buckets of the same sizes.
         self._spare = staged.buffers
 
     def checksums(self) -> dict[str, str]:
         """`tensor_checksum` of every parameter in force, by engine name; a tied head is not a parameter."""
         return {name: tensor_checksum(parameter) for name, parameter in self._parameters.items()}
+
+    def base_checksums(self) -> dict[str, str]:
+        """`tensor_checksum` of what the low-rank updates in force were added to, by engine name."""
+        return self._adapted.base_checksums()
 
     def close(self) -> None:
         """Leave all groups."""
@@ -301,21 +328,31 @@ class WeightReceiver:
     def _stage(self, staged: StagedWeights, tensors: Mapping[str, Tensor], version: str | None) -> None:
         if self._staged is not staged:
             raise WeightUpdateError("the update was given up while it received")
-        staged.tensors.update((name, tensor) for name, tensor in tensors.items() if name in self._parameters)
+        known = self._parameters.keys() | staged.factors.keys()
+        staged.tensors.update((name, tensor) for name, tensor in tensors.items() if name in known)
         for name, tensor in tensors.items():
             if name.endswith(SCALE_SUFFIX):
                 staged.scales[name.removesuffix(SCALE_SUFFIX)] = tensor
         if version is not None:
             staged.version = version
 
-    def _check(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[torch.dtype]:
-        """The dtypes, once names, dtypes and shapes are those of the model."""
+    def _check(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        factors: Mapping[str, LowRankUpdate],
+    ) -> list[torch.dtype]:
+        """The dtypes, once names, dtypes and shapes are those of the model, or of factors of updates."""
         if not len(names) == len(dtypes) == len(shapes) or not names:
             raise WeightUpdateError(f"names, dtypes, shapes: {len(names)}, {len(dtypes)} and {len(shapes)} entries")
         if len(set(names)) != len(names):
             raise WeightUpdateError("names: the same name twice")
         kinds = []
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            if name in factors:
+                kinds.append(self._check_factor(name, dtype, shape, factors[name]))
+                continue
             # A trainer may send a tied head along: it is received, as the bucket contains it, and left out.
             parameter = self._parameters.get(_EMBEDDING if name == _HEAD and self._is_tied else name)
             scaled = self._parameters.get(name.removesuffix(SCALE_SUFFIX))
@@ -332,3 +369,13 @@ class WeightReceiver:
                 raise WeightUpdateError(f"shapes: {name} is {list(wanted)}, got {list(shape)}")
             kinds.append(kind)
         return kinds
+
+    def _check_factor(self, name: str, dtype: str, shape: Sequence[int], update: LowRankUpdate) -> torch.dtype:
+        rank = shape[0 if name == update.a else -1] if len(shape) == 2 else 0
+        expected = self._adapted.shapes(update, rank)[name]
+        if rank < 1 or tuple(shape) != expected:
+            raise WeightUpdateError(f"shapes: {name} is {list(expected)} with rank >= 1, got {list(shape)}")
+        try:
+            return floating_dtype(dtype)
+        except ValueError as error:
+            raise WeightUpdateError(str(error)) from error

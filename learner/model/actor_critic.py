@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from vagen.common.model_types import require_unquantised
 from vagen.common.towers import vision_tower
 from vagen.common.vision import VisionTower
 from vagen.common.vocabulary import read_model_json
+from vagen.common.weight_transfer import LowRankUpdate
+from vagen.learner.frozen_weights import FrozenWeights
 from vagen.learner.losses.two_hot import bin_centres, expectation
 from vagen.learner.model.attention import SegmentedSeqParams
 from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
@@ -57,9 +59,9 @@ from vagen.learner.model.files import (
 )
 from vagen.learner.model.gpt import ModelOptions, build_gpt
 from vagen.learner.model.logprobs import logprobs_and_entropy
-from vagen.learner.model.lora import save_adapter, start_adapters
+from vagen.learner.model.lora import AdapterOptions, save_adapter, start_adapters
 from vagen.learner.model.spec import uses_transformer_engine
-from vagen.learner.model.weights import adapter_tensors, hf_tensors, load_decoder
+from vagen.learner.model.weights import adapter_tensors, hf_tensors, layer_adapters, load_decoder
 
 __all__ = ["VisionLanguageActorCritic"]
 
@@ -84,12 +86,14 @@ class VisionLanguageActorCritic(MegatronModule):
         self.model_type = language_model.model_type
         self.pre_process, self.post_process = language_model.pre_process, language_model.post_process
         self.share_embeddings_and_output_weights = self.tied
+        self._frozen_vision = options.freeze_vision
         self.visual: nn.Module | None = None
         self._tower: VisionTower | None = None
         if self.family.vision is not None and self.pre_process:
             self.visual = self.family.vision(hf_config)
             self.visual.to(options.dtype)
-            self._freeze_vision(self.visual, options.freeze_vision)
+            for name, parameter in self.visual.named_parameters():
+                parameter.requires_grad_(not self._is_frozen_vision(name))
             self._tower = vision_tower(self.visual)
         self.num_value_outputs = options.value_bins or 1
         self.value_head: nn.Linear | None = None
@@ -111,10 +115,15 @@ class VisionLanguageActorCritic(MegatronModule):
             assert self.value_head is not None
             start_adapters(self, language_model, [self.value_head])
 
-    def _freeze_vision(self, visual: nn.Module, what: bool | str) -> None:
-        for name, parameter in visual.named_parameters():
-            part = "projector" if name.partition(".")[0] in self.family.projector else "tower"
-            parameter.requires_grad_(what not in (True, part))
+    def _is_frozen_vision(self, name: str) -> bool:
+        """Whether a tensor of the vision module stays as it was loaded."""
+        part = "projector" if name.partition(".")[0] in self.family.projector else "tower"
+        return self._frozen_vision in (True, part)
+
+    def _is_frozen(self, name: str) -> bool:
+        """Whether a tensor of this HF name stays as it was loaded, on whatever stage it is. With adapters all do."""
+        vision_name = self.family.vision_name(name)
+        return self.adapter is not None or (vision_name is not None and self._is_frozen_vision(vision_name))
 
     @property
     def has_frozen_vision(self) -> bool:
@@ -339,12 +348,17 @@ class VisionLanguageActorCritic(MegatronModule):
     def _value_metadata(self) -> dict[str, str]:
         return {} if self.value_range is None else {_VALUE_RANGE: json.dumps(self.value_range)}
 
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of vision tower, then decoder; collective over the ranks of a copy of the model."""
+    def _named_tensors(
+        self, wanted: Callable[[str], bool] = lambda name: True, *, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of vision tower, then decoder, adapters `merged` or left out, of names that are
+        `wanted`; collective over the ranks of a copy of the model."""
         vision = {} if self.visual is None else self.visual.state_dict()
         for name in gather_over_stages(list(vision))[0]:
-            yield f"{self.family.vision_prefix}{name}", from_stage(vision.get(name), 0)
-        yield from hf_tensors(self.language_model, self._rules)
+            if wanted(f"{self.family.vision_prefix}{name}"):
+                yield f"{self.family.vision_prefix}{name}", from_stage(vision.get(name), 0)
+        rules = [rule for rule in self._rules if all(map(wanted, rule.hf))]
+        yield from hf_tensors(self.language_model, rules, merged=merged)
 
     @torch.no_grad()
     def copy_policy(self, source: VisionLanguageActorCritic) -> None:
@@ -367,11 +381,36 @@ class VisionLanguageActorCritic(MegatronModule):
         return state
 
     def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `engine_named_tensors`, one after the other and not copied: they change with the next optimizer step.
+        """What `frozen_weights` leaves to each publish, one after the other and not copied: they change with the next
+        optimizer step. Without adapters tensors as in `engine_named_tensors`, else factors of low-rank updates.
 
         Collective over the ranks of a copy of the model, each of which must iterate to the end.
         """
-        return ((self.family.engine_name(name), tensor.detach()) for name, tensor in self._named_tensors())
+        if self.adapter is None:
+            for name, tensor in self._named_tensors(lambda name: not self._is_frozen(name)):
+                yield self.family.engine_name(name), tensor.detach()
+            return
+        for names, a, parts in layer_adapters(self.language_model, self._rules):
+            update = self._low_rank_update(names, self.adapter)
+            yield update.a, a
+            yield update.b, torch.cat(list(parts))
+
+    def frozen_weights(self) -> FrozenWeights:
+        """What training leaves as it was loaded, under the engines' names and not copied, and how it is updated.
+
+        Collective over the ranks of a copy of the model, after a checkpoint is loaded.
+        """
+        named = self._named_tensors(self._is_frozen, merged=False)
+        tensors = [(self.family.engine_name(name), tensor.detach()) for name, tensor in named]
+        if self.adapter is None:
+            return FrozenWeights(tensors)
+        layers = layer_adapters(self.language_model, self._rules)
+        return FrozenWeights(tensors, [self._low_rank_update(names, self.adapter) for names, _, _ in layers])
+
+    def _low_rank_update(self, names: Sequence[str], options: AdapterOptions) -> LowRankUpdate:
+        weights = tuple(self.family.engine_name(name) for name in names)
+        layer = weights[0].removesuffix(".weight")
+        return LowRankUpdate(weights=weights, a=f"{layer}.lora_A", b=f"{layer}.lora_B", scale=options.scale)
 
     def engine_named_tensors(self, *, include_tied_head: bool = False) -> list[tuple[str, Tensor]]:
         """Contiguous copies for a broadcast under the engines' names, in a fixed order: `visual.*`, `model.*`, then

@@ -39,6 +39,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vagen.common.errors import ConfigError
+from vagen.common.weight_transfer import add_low_rank
 
 __all__ = [
     "AdapterOptions",
@@ -126,8 +127,7 @@ class _Adapted:
 
     def merged_weight(self) -> Tensor:
         """This rank's shard of the weight with the update added, in the weight's dtype."""
-        update = self.lora_b.detach().float() @ self.lora_a.detach().float()
-        return (self.weight.detach().float() + self.adapter.scale * update).to(self.weight.dtype)
+        return next(add_low_rank([self.weight], self.lora_a, self.lora_b, self.adapter.scale))
 
 
 class _AdaptedColumn(_Adapted, ColumnParallelLinear):

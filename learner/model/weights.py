@@ -26,7 +26,7 @@ from vagen.learner.model.collectives import from_stage, gather_over_stages, num_
 from vagen.learner.model.families.base import Layout, WeightRule
 from vagen.learner.model.lora import adapted_layers, is_adapter, layer_weight
 
-__all__ = ["adapter_tensors", "hf_tensors", "load_decoder"]
+__all__ = ["adapter_tensors", "hf_tensors", "layer_adapters", "load_decoder"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
@@ -68,8 +68,9 @@ def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str,
             head.copy_(whole.chunk(size)[rank])
 
 
-def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor, adapters merged) of the decoder, layer by layer, one rule gathered at a time.
+def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule], *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of the decoder, layer by layer, one rule gathered at a time; adapters are `merged`, or
+    left out.
 
     Collective over the tensor-parallel and the pipeline group: every rank must iterate to the end. Tensors may share
     memory with the parameters: clone what outlives the next step.
@@ -83,7 +84,9 @@ def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str
     for index, (rule, following) in enumerate(itertools.zip_longest(rules, rules[1:])):
         name, whole = names[index], None
         if name in parameters:
-            whole = _gather(rule, layer_weight(gpt, *parameters[name]), group)
+            stage_name, parameter = parameters[name]
+            own = layer_weight(gpt, stage_name, parameter) if merged else parameter.detach()
+            whole = _gather(rule, own, group)
         parts = _split(rule, from_stage(whole, stage_of[index]), gpt.config)
         if rule.expert is None:
             yield from zip(rule.hf, parts, strict=True)
@@ -96,6 +99,20 @@ def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str
 
 def adapter_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str, Tensor]]:
     """(PEFT's name, whole tensor) of A and B of every adapted layer; collective over the tensor-parallel group."""
+    for names, a, parts in layer_adapters(gpt, rules):
+        for name, part in zip(names, parts, strict=True):
+            layer = name.removesuffix(".weight")
+            yield f"{layer}.lora_A.weight", a
+            yield f"{layer}.lora_B.weight", part
+
+
+def layer_adapters(
+    gpt: GPTModel, rules: Sequence[WeightRule]
+) -> Iterator[tuple[tuple[str, ...], Tensor, Sequence[Tensor]]]:
+    """(HF names of the weights of an adapted layer, the whole A that they share, the whole B of each).
+
+    Collective over the tensor-parallel group.
+    """
     layers = {name: (a, b) for name, a, b in adapted_layers(gpt)}
     group = parallel_state.get_tensor_model_parallel_group()
     for rule in rules:
@@ -105,10 +122,7 @@ def adapter_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tupl
         # B is sharded as the rows of a weight, A as its columns.
         a = _gather(rule, a, group) if rule.tp_dim == 1 else a
         b = _gather(rule, b, group) if rule.tp_dim == 0 else b
-        for name, part in zip(rule.hf, _split(rule, b, gpt.config), strict=True):
-            layer = name.removesuffix(".weight")
-            yield f"{layer}.lora_A.weight", a
-            yield f"{layer}.lora_B.weight", part
+        yield rule.hf, a, _split(rule, b, gpt.config)
 
 
 def _parameters(gpt: GPTModel) -> dict[str, tuple[str, Tensor]]:

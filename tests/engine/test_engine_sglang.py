@@ -10,6 +10,10 @@ import torch
 from vagen.common.errors import EngineError
 from vagen.learner.broadcast import Broadcaster, ProbePrompt, checksum, probe_engine
 from vagen.learner.config import BroadcastConfig
+from vagen.learner.model.actor_critic import VisionLanguageActorCritic
+from vagen.learner.model.gpt import ModelOptions
+from vagen.learner.model.lora import AdapterOptions
+from vagen.learner.model.parallel import parallel_session
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 MISMATCH = 1e-4
@@ -94,6 +98,37 @@ def test_a_publish_reaches_one_and_two_ranks_at_once(engines, lab, config, broad
         model = publish(engines, lab, broadcaster, version)
         for engine in engines:
             assert mismatch(engine, lab, config, model, version) < MISMATCH
+
+
+@pytest.fixture
+def one_process():
+    with parallel_session():
+        yield
+
+
+def test_adapters_reach_all_ranks_in_the_tensors_that_they_change(
+    one_process, engines, lab, config, broadcaster, tiny_model
+):
+    publish(engines, lab, broadcaster, next_version(engines))
+    urls = [engine.url for engine in engines]
+    options = ModelOptions(adapter=AdapterOptions(rank=4, alpha=8.0))
+    model = VisionLanguageActorCritic.load_hf(tiny_model[0], options)
+    frozen, merged = model.frozen_weights(), engines[0].perturbed()
+    whole = dict(model.engine_named_tensors())
+    changing = {name: tensor for name, tensor in whole.items() if name in frozen.updated}
+    # What the engines have is not what the adapters belong to: the first time they get all of it.
+    for sent in (whole, changing, changing):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter) if parameter.requires_grad else 0)
+        version = next_version(engines)
+        report = broadcaster.publish(list(model.engine_weights()), version, urls, frozen=frozen)
+        assert not report.failed
+        assert report.sent_bytes == len(engines) * sum(tensor.nbytes for tensor in sent.values())
+        merged.load_state_dict(model.export_hf_state())
+        for engine in engines:
+            engine.reference = merged
+            assert mismatch(engine, lab, config, merged, version) < MISMATCH
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -39,7 +39,7 @@ def test_trains_across_updates(run_pipeline, harness, pause_mode, overlaps):
 
 
 @pytest.mark.slow
-def test_adapters_are_published_merged_and_a_privileged_critic_learns_first(run_pipeline):
+def test_adapters_are_published_alone_and_a_privileged_critic_learns_first(run_pipeline):
     settings = [
         "learner.lora.rank=4",
         "learner.critic={trunk: separate, privileged: true, warmup_steps: 2, lr: 1.0e-3}",
@@ -58,8 +58,11 @@ def test_adapters_are_published_merged_and_a_privileged_critic_learns_first(run_
     assert accounting.identity_holds and accounting.trained == 6 * 16
     assert [lines[step]["lr"] > 0 for step in range(6)] == [False] * 2 + [True] * 4
     assert all(line["critic_lr"] > 0 and line["loss"]["reference_kl"] >= 0 for line in lines.values())
-    # The engine has merged weights, the learner computes with adapters.
+    # The engine has merged weights, the learner computes with adapters apart.
     mismatches = [line["probe_mismatch"] for line in lines.values() if line["probe_mismatch"] is not None]
     assert max(mismatches) < 1e-4
     adapter = pipeline.run.export / "adapter"
     assert {file.name for file in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    # Whoever publishes, and however often: the engine was started with the weights that the adapters belong to.
+    sent = [publish["sent_bytes"] for line in lines.values() for publish in line["publishes"] if publish["ok"]]
+    assert sent and 0 < max(sent) < (adapter / "adapter_model.safetensors").stat().st_size
