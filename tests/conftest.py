@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import builders
+from tests.forks import run_ranks
 from tests.power_cut import PowerCut, build_shim
 from vagen.buffer.server import EmbeddedValkey
 from vagen.common.trajectory import Trajectory
@@ -75,11 +76,15 @@ def valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
 
 
 @pytest.fixture(scope="session")
-def torchrun() -> Callable[..., None]:
-    """Runs a command on this many ranks: `torchrun(2, "worker.py", ...)` or `torchrun(2, "-m", "vagen.learner", ...)`;
-    fails with the end of what they said on stderr."""
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """Runs a command on this many ranks: `torchrun(2, "-m", "vagen.learner", ...)` as a person would,
+    `torchrun(2, "worker.py", ...)` from forked processes. Fails with the end of what they said."""
 
     def run(num_ranks: int, *command: object, timeout_s: float = 240.0) -> None:
+        if command[0] != "-m":
+            script, *arguments = map(str, command)
+            run_ranks(num_ranks, Path(script), arguments, tmp_path_factory.mktemp("ranks"), timeout_s)
+            return
         torchrun_sets = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         environment = {k: v for k, v in os.environ.items() if k not in torchrun_sets} | {"OMP_NUM_THREADS": "1"}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]

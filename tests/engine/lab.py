@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from tests.engine import tiny_models as tiny
 from tests.engine.engine_handle import EngineHandle
 from tests.engine.fault_proxy import FaultProxy
 from tests.engine.fleet import Fleet
-from tests.engine.starters import ADMIN_KEY, API_KEY, BROADCAST_TIMEOUT_S, SGLANG_PAUSE_TIMEOUT_S, ForkedScript
+from tests.engine.starters import ADMIN_KEY, API_KEY, BROADCAST_TIMEOUT_S, FOLDER, SGLANG_PAUSE_TIMEOUT_S
+from tests.forks import ForkedScript
 
 
 class Lab:
@@ -22,13 +24,17 @@ class Lab:
     handle = EngineHandle
     png = staticmethod(tiny.make_png)
     weights = staticmethod(tiny.engine_weights)
-    fork = ForkedScript
     fleet = Fleet
     proxy = FaultProxy
     logprobs_of = staticmethod(tiny.logprobs_of)
     gather_logprobs = staticmethod(tiny.gather_logprobs)
     inputs = staticmethod(tiny.model_inputs)
     picture_inputs = staticmethod(tiny.picture_inputs)
+
+    @staticmethod
+    def fork(script: str, arguments: Sequence[str], log: Path) -> ForkedScript:
+        """Starts a script of this folder."""
+        return ForkedScript(FOLDER / script, arguments, log)
 
     @staticmethod
     def build(family: str, folder: Path) -> Any:

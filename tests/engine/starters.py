@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import runpy
 import subprocess
 import sys
 import time
@@ -19,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.engine.engine_handle import EngineHandle
 from tests.engine.tiny_models import forbidden_of
+from tests.forks import ForkedScript
 from vagen.common.errors import ConfigError
 from vagen.tools.launch import free_port
 from vagen.tools.sglang_cpu.serve import sglang_python
@@ -26,38 +24,7 @@ from vagen.tools.sglang_cpu.serve import sglang_python
 API_KEY, ADMIN_KEY = "generate-key", "admin-key"
 BROADCAST_TIMEOUT_S = 4.0
 SGLANG_PAUSE_TIMEOUT_S = 16.0
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["vagen.actor.local_engine.main", "vagen.learner.broadcast"])
-
-
-class ForkedScript:
-    """A script of this folder, forked from a process that has imported what takes long; as `subprocess.Popen`."""
-
-    def __init__(self, script: str, arguments: Sequence[str], log: Path) -> None:
-        here = Path(__file__).parent
-        given = {"script": str(here / script), "arguments": list(arguments), "log": str(log)}
-        launch = (str(here / "forked.py"), given, "__main__")
-        # Daemons end with this process, whatever becomes of their test.
-        self._process = _FORKS.Process(target=runpy.run_path, args=launch, daemon=True)
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        self._process.join(timeout_s)
-        assert self._process.exitcode is not None, f"not ended within {timeout_s} s"
-        return self._process.exitcode
+FOLDER = Path(__file__).parent
 
 
 class EngineStarter:
@@ -98,7 +65,7 @@ class EngineStarter:
             api_key=config.get("api_key"),
             admin_key=config.get("admin_api_key"),
             reference=self._reference,
-            process=ForkedScript("engine_worker.py", words, log),
+            process=ForkedScript(FOLDER / "engine_worker.py", words, log),
             model_dir=self._model_dir,
             config=config,
             fault=ready.with_suffix(".fault"),
