@@ -32,9 +32,9 @@ def topology():
 
 
 @pytest.fixture
-def config(lab, topology):
-    """In several buckets."""
-    keys = {"api_key": lab.api_key, "admin_api_key": lab.admin_key}
+def config(lab, topology, tmp_path):
+    """In several buckets, or files."""
+    keys = {"api_key": lab.api_key, "admin_api_key": lab.admin_key, "disk_dir": str(tmp_path / "weights")}
     return BroadcastConfig(broadcast_topology=topology, broadcast_timeout_s=60.0, bucket_bytes=100_000, **keys)
 
 
@@ -91,7 +91,7 @@ def assert_goes_on(engine, lab, config, broadcaster):
     assert mismatch(engine, lab, config, model, version) < MISMATCH
 
 
-@pytest.mark.parametrize("topology", ["star", "group"])
+@pytest.mark.parametrize("topology", ["star", "group", "disk"])
 def test_a_publish_reaches_one_and_two_ranks_at_once(engines, lab, config, broadcaster):
     for _ in range(2):
         version = next_version(engines)
