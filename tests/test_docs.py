@@ -115,7 +115,7 @@ def paths_of(settings: Any) -> Iterator[list[str]]:
 def test_settings_of_yaml_blocks_exist(page: Path) -> None:
     """Of a whole recipe, or of the section `learner` alone."""
     for block in code_blocks(page):
-        if re.match(r"[a-z_]+:(?:\s|$)", block):
+        if re.match(r"[a-z_]+:\s*(?:#.*)?\n", block):
             for keys in paths_of(yaml.safe_load(block)):
                 kind, rest = (SECTIONS[keys[0]], keys[1:]) if keys[0] in SECTIONS else (SECTIONS["learner"], keys)
                 assert is_setting(rest, kind), ".".join(keys)

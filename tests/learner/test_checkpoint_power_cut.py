@@ -73,6 +73,7 @@ def test_what_was_done_loads_after_a_power_cut(done_and_resumed, options):
         assert resumed in (told, told + 1), "the one that was being saved may have made it"
 
 
+@pytest.mark.slow
 def test_without_flushing_the_cut_loses_it(done_and_resumed):
     """The control."""
     told, resumed = next(done_and_resumed(1, 1, "no-flush"))

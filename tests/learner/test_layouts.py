@@ -4,7 +4,6 @@ optimizer, importance correction and gain, says the same in its journal and ends
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -12,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.learner import layout_worker
 from vagen.learner.config import ModelConfig
 from vagen.learner.model.tiny import save_tiny_model
 from vagen.tools.tiny_tokenizer import train_tokenizer
 
-WORKER = Path(__file__).with_name("layout_worker.py")
+WORKER = Path(layout_worker.__file__)
 NUM_STEPS = 5
 SETTINGS = (
     "learner.batch_size=10",
@@ -43,11 +43,8 @@ def layout(**sizes: int) -> list[str]:
 
 
 def one_process(run_dir: Path, archive: Path, model_dir: Path, *settings: str) -> None:
-    spec = importlib.util.spec_from_file_location("layout_worker", WORKER)
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
     torch.set_num_threads(1)
-    worker.replay(run_dir, archive, [*layout(), *settings], model_dir)
+    layout_worker.replay(run_dir, archive, [*layout(), *settings], model_dir)
 
 
 def journal(run_dir: Path) -> list[dict]:
