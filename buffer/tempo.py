@@ -12,8 +12,7 @@ episodes are always on their way when weights arrive. By Little's law D l of the
 
 While the learner waits for the batch that it asked for, that batch is due besides (x + 1), and what is ready has
 passed the filters for the most part: one of it is worth D / B episodes. x goes on then without end, so that a wait,
-whatever its cause, opens up all that `max_staleness` allows. Before
-times are known, a batch is made for each that is asked for or will be.
+whatever its cause, opens up all that `max_staleness` allows. Before times are known, x + l is 1.
 
 Pure but for the two functions that read the state from Redis; the other rules are `vagen.buffer.admission`'s.
 """
