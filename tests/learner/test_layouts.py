@@ -47,6 +47,13 @@ def one_process(run_dir: Path, archive: Path, model_dir: Path, *settings: str) -
     layout_worker.replay(run_dir, archive, [*layout(), *settings], model_dir)
 
 
+def documented_command(torchrun, model_dir: Path, run_dir: Path, archive: Path, settings: list[str]) -> None:
+    """What docs/parallelism.md starts on two processes."""
+    options = [word for setting in settings for word in ("--set", setting)]
+    command = ["-m", "vagen.learner", "run", "--config", "frozenlake", "--model", model_dir, "--run-dir", run_dir]
+    torchrun(2, *command, "--replay", archive, *options)
+
+
 def journal(run_dir: Path) -> list[dict]:
     lines = (run_dir / "learner" / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in CLOCKS} for line in lines]
@@ -85,7 +92,6 @@ def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, t
     middle = make_archive(num_steps=4, batch_size=10, name="middle")
     one_process(tmp_path / "one", archive, model_dir)
     jobs = {
-        "dp4": layout(),
         "tp2-dp2": [*layout(tensor=2), "learner.sequence_parallel=true"],
         "tp2-pp2": [*layout(tensor=2, pipeline=2), "learner.recompute=true"],
         "cp2-tp2": [*layout(context=2, tensor=2), "learner.sequence_parallel=true"],
@@ -99,7 +105,8 @@ def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, t
     (tmp_path / "jobs.json").write_text(json.dumps(content, default=str))
     torchrun(4, WORKER, tmp_path / "jobs.json", model_dir)
     one_process(tmp_path / "resharded", archive, model_dir)
-    for name in ("dp4", "tp2-dp2", "tp2-pp2", "cp2-tp2", "cp2-pp2", "resharded"):
+    documented_command(torchrun, model_dir, tmp_path / "dp2", archive, layout())
+    for name in ("dp2", "tp2-dp2", "tp2-pp2", "cp2-tp2", "cp2-pp2", "resharded"):
         assert_same_training(tmp_path / name, tmp_path / "one")
     one_process(tmp_path / "one-bf16", archive, model_dir, rounded)
     losses = [[line["loss"]["total"] for line in journal(tmp_path / name)] for name in ("bf16", "one-bf16")]
@@ -108,7 +115,6 @@ def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, t
 
 @pytest.mark.slow
 def test_the_documented_command_trains_on_two_stages(make_archive, model_dir, torchrun, tmp_path):
-    options = [word for setting in layout(pipeline=2) for word in ("--set", setting)]
-    command = ["-m", "vagen.learner", "run", "--config", "frozenlake", "--model", model_dir, "--run-dir", tmp_path]
-    torchrun(2, *command, "--replay", make_archive(num_steps=2, batch_size=10), *options)
+    archive = make_archive(num_steps=2, batch_size=10)
+    documented_command(torchrun, model_dir, tmp_path, archive, layout(pipeline=2))
     assert [line["step"] for line in journal(tmp_path)] == [0, 1]
