@@ -69,8 +69,10 @@ def init(layout: ParallelLayout = _ALONE, *, seed: int = 1, timeout_s: float = 6
     store: Store
     if "RANK" in os.environ:
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
-        # torchrun's store outlives a process group: without a prefix of its own, a second group reads the first's keys.
-        store = PrefixStore(f"learner-{next(_GENERATIONS)}", store)
+        # torchrun's store outlives a process group, and processes that are started anew: without a prefix of its own, a
+        # group reads the keys of the one before.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"learner-{attempt}-{next(_GENERATIONS)}", store)
     else:
         store, rank = dist.HashStore(), 0  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -7,15 +7,21 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from vagen.buffer.accounting import Accounting, audit
+from vagen.buffer.connection import make_client
+from vagen.buffer.keys import Key, Keys
 from vagen.common.config import read_recipe
 from vagen.tools.child import ProcessSpec
 from vagen.tools.launch import ENVIRONMENT, Launcher, assign_ports
@@ -36,13 +42,16 @@ OVERRIDES = (
     "learner.checkpoint_every=2",
     "learner.broadcast.broadcast_timeout_s=5",
 )
+KEYS = Keys("pipeline")
 
 
 class Pipeline:
     """The processes of one run, started as a person would."""
 
-    def __init__(self, root: Path, model: Path, overrides: Sequence[str]) -> None:
+    def __init__(self, root: Path, model: Path, overrides: Sequence[str], torchrun: Sequence[str] = ()) -> None:
+        """With options of `torchrun` it starts the learner, on several ranks."""
         self.run = RunDir(root)
+        self._torchrun = torchrun
         self._launcher = Launcher(self.run)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         recipe = read_recipe("frozenlake", [*OVERRIDES, *overrides])
@@ -56,9 +65,25 @@ class Pipeline:
         if name == "engine":
             return self._launcher.engine(self._port)
         if name == "learner":
-            return self._launcher.learner(lambda: False)
+            return self._on_ranks(self._launcher.learner(lambda: False))
         spec: ProcessSpec = getattr(self._launcher, name)()
         return spec
+
+    def _on_ranks(self, learner: ProcessSpec) -> ProcessSpec:
+        if not self._torchrun:
+            return learner
+        launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", *self._torchrun)
+        return replace(learner, argv=(*launcher, "-m", "vagen.learner", *learner.argv[1:]))
+
+    def rank(self, number: int) -> psutil.Process:
+        """A rank of the learner that torchrun has started."""
+        ranks = psutil.Process(self._children["learner"].pid).children()
+        (rank,) = [child for child in ranks if child.environ().get("RANK") == str(number)]
+        return rank
+
+    def end_of(self, name: str, timeout_s: float) -> int:
+        """Exit code of a process that ends by itself."""
+        return self._children[name].wait(timeout_s)
 
     def start(self, name: str, timeout_s: float = 240.0) -> None:
         spec = self.spec(name)
@@ -116,6 +141,42 @@ class Pipeline:
                 self.stop(name)
 
 
+class ManifestWatch:
+    """Every manifest that Redis held at some time, by step."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.seen: dict[int, set[bytes]] = {}
+        self._redis = make_client(redis_url)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            for step in self._redis.hkeys(KEYS[Key.CLAIMS]):
+                manifest = self._redis.get(KEYS.of(Key.MANIFEST, step.decode()))
+                if manifest is not None:
+                    self.seen.setdefault(int(step), set()).add(manifest)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+
+@pytest.fixture
+def watch_manifests():
+    """Starts to watch the manifests of a pipeline whose buffer serves."""
+    watches: list[ManifestWatch] = []
+
+    def watch(pipeline: Pipeline) -> ManifestWatch:
+        watches.append(ManifestWatch(json.loads(pipeline.run.ready("buffer").read_text())["redis_url"]))
+        return watches[-1]
+
+    yield watch
+    for each in watches:
+        each.close()
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory) -> Path:
     """The recipe's model, hardly warmed up."""
@@ -128,13 +189,15 @@ def small_model(tmp_path_factory) -> Path:
 def make_pipeline(request, tmp_path_factory):
     """A pipeline of a recipe with overrides, of which nothing runs yet; what was started stops when the block ends.
 
-    `model` is the folder to start from, the recipe's by default.
+    `model` is the folder to start from, the recipe's by default; with options of `torchrun` that starts the learner.
     """
 
     @contextmanager
-    def make(overrides: Sequence[str] = (), model: Path | None = None) -> Iterator[Pipeline]:
+    def make(
+        overrides: Sequence[str] = (), model: Path | None = None, torchrun: Sequence[str] = ()
+    ) -> Iterator[Pipeline]:
         model = model or request.getfixturevalue("small_model")
-        pipeline = Pipeline(tmp_path_factory.mktemp("run") / "run", model, overrides)
+        pipeline = Pipeline(tmp_path_factory.mktemp("run") / "run", model, overrides, torchrun)
         try:
             yield pipeline
         finally:

@@ -5,39 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import threading
 
 import pytest
 
-from vagen.buffer.connection import make_client
-from vagen.buffer.keys import Key, Keys
 from vagen.learner.checkpoints import CheckpointFolder
 from vagen.learner.model.checkpoint_io import read_record
 
-KEYS = Keys("pipeline")
 SAME = ("num_trajectories", "reward_mean", "policy_tokens", "staleness", "loss", "grad_norm")
-
-
-class ManifestWatch:
-    """Every manifest that Redis held at some time, by step."""
-
-    def __init__(self, redis_url: str) -> None:
-        self.seen: dict[int, set[bytes]] = {}
-        self._redis = make_client(redis_url)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            for step in self._redis.hkeys(KEYS[Key.CLAIMS]):
-                manifest = self._redis.get(KEYS.of(Key.MANIFEST, step.decode()))
-                if manifest is not None:
-                    self.seen.setdefault(int(step), set()).add(manifest)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(10)
 
 
 @pytest.fixture
@@ -48,11 +22,11 @@ def pipeline(run_pipeline):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_no_batch_is_trained_twice_whenever_the_learner_is_killed(pipeline):
+def test_no_batch_is_trained_twice_whenever_the_learner_is_killed(pipeline, watch_manifests):
     seed = int(os.environ.get("KILL_SEED", random.randrange(1 << 32)))
     print(f"KILL_SEED={seed}")
     rng = random.Random(seed)
-    watch = ManifestWatch(json.loads(pipeline.run.ready("buffer").read_text())["redis_url"])
+    watch = watch_manifests(pipeline)
     checkpoints = CheckpointFolder(pipeline.run.root / "learner" / "checkpoints", keep=2)
     folder = pipeline.run.root / "learner" / "checkpoints"
 

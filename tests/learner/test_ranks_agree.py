@@ -60,3 +60,10 @@ def test_a_rank_says_that_another_is_gone(ranks):
         r"the learner has lost one of its 2 ranks \(\w.*\); what ended it is in the output of that .*\n", said
     )
     assert "gloo" not in said and "GLHF" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_that_torchrun_starts_anew_find_each_other(torchrun, tmp_path):
+    torchrun(2, "--max-restarts=1", WORKER.with_name("restart_worker.py"), tmp_path, timeout_s=500)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0", "1"]
