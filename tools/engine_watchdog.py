@@ -48,15 +48,19 @@ class EngineWatchdog:
     def watch(self, stopped: threading.Event) -> None:
         """Look until `stopped`. Raises EngineUnavailableError once the engine is stuck."""
         interval = self.pause_timeout_s / _LOOKS
-        last_token = time.monotonic()
-        while not stopped.wait(interval):
-            silence = time.monotonic() - last_token
+        silent_since: float | None = None
+        wait_s = interval
+        while not stopped.wait(wait_s):
+            looked_at = time.monotonic()
             if self._generates(interval):
-                last_token = time.monotonic()
-            elif silence >= self.pause_timeout_s:
-                logger.warning("%s: no token for %.0f s; it is told to go on", self.url, silence)
+                silent_since = None
+            elif silent_since is None:
+                silent_since = looked_at
+            elif time.monotonic() - silent_since >= self.pause_timeout_s:
+                logger.warning("%s: no token for %.0f s; it is told to go on", self.url, self.pause_timeout_s)
                 self._resume(interval)
-                last_token = time.monotonic()
+                silent_since = None
+            wait_s = max(0.0, looked_at + interval - time.monotonic())
 
     def _generates(self, timeout_s: float) -> bool:
         """Whether it made a token, for us or for anyone."""

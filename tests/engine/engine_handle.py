@@ -33,6 +33,8 @@ class EngineHandle:
     config: dict[str, Any] = field(default_factory=dict)
     fault: Path = Path()
     """Where the engine looks for what is to happen to it."""
+    ready: Path = Path()
+    """Written once it serves, where it is SGLang."""
     forbidden: Sequence[int] = ()
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64))
 

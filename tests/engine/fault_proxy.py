@@ -17,7 +17,7 @@ class FaultProxy:
     """
 
     def __init__(self, target: str) -> None:
-        self._target = urlsplit(target).netloc
+        self.lead_to(target)
         self._strikes: dict[str, Callable[[], None]] = {}
         self._buckets = 0
         proxy = self
@@ -35,6 +35,10 @@ class FaultProxy:
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, name="fault-proxy", daemon=True).start()
+
+    def lead_to(self, target: str) -> None:
+        """Look like the engine at `target` from now on."""
+        self._target = urlsplit(target).netloc
 
     def arm(self, point: str, strike: Callable[[], None]) -> None:
         """Call `strike` once, when a request next comes to a point."""

@@ -23,7 +23,7 @@ from vagen.tools.sglang_cpu.serve import sglang_python
 
 API_KEY, ADMIN_KEY = "generate-key", "admin-key"
 BROADCAST_TIMEOUT_S = 4.0
-SGLANG_PAUSE_TIMEOUT_S = 16.0
+SGLANG_PAUSE_TIMEOUT_S = 12.0
 FOLDER = Path(__file__).parent
 
 
@@ -88,6 +88,8 @@ class SGLangStarter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._handles: dict[tuple[Any, ...], EngineHandle] = {}
+        self._spares: dict[tuple[Any, ...], EngineHandle] = {}
+        self._started: list[EngineHandle] = []
 
     def __call__(self, model_dir: Path, reference: PreTrainedModel, *words: str) -> EngineHandle:
         """The engine, once it serves; `words` are options of `vagen sglang`. Skips the test where there is none."""
@@ -97,47 +99,54 @@ class SGLangStarter:
             pytest.skip(str(error))
         key = (model_dir, *words)
         if key not in self._handles:
-            self._handles[key] = self._start(model_dir, reference, words, free_port())
+            self.prepare(model_dir, reference, *words)
+            self._handles[key] = self._wait(self._spares.pop(key))
         return self._handles[key]
 
-    def again(self, handle: EngineHandle) -> EngineHandle:
-        """SGLang that has ended, started anew under its URL, as its supervisor does."""
-        (key,) = [key for key, known in self._handles.items() if known is handle]
-        port = urlsplit(handle.url).port
-        assert port is not None
-        self._handles[key] = self._start(handle.model_dir, handle.reference, key[1:], port)
-        return self._handles[key]
+    def prepare(self, model_dir: Path, reference: PreTrainedModel, *words: str) -> None:
+        """Begin to start one more engine of a kind, unless one is under way: for when the one there is has ended."""
+        key = (model_dir, *words)
+        if key not in self._spares:
+            self._spares[key] = self._start(model_dir, reference, words)
 
     def forget(self, handle: EngineHandle) -> None:
-        """An engine that has ended is started afresh for whoever needs one next."""
+        """An engine has ended: whoever needs one next gets another."""
         self._handles = {key: known for key, known in self._handles.items() if known is not handle}
 
-    def _start(self, model_dir: Path, reference: PreTrainedModel, words: Sequence[str], port: int) -> EngineHandle:
-        place = self._folder / str(len(list(self._folder.glob("*.log"))))
-        ready, log = place.with_suffix(".json"), place.with_suffix(".log")
+    def _start(self, model_dir: Path, reference: PreTrainedModel, words: Sequence[str]) -> EngineHandle:
+        place = self._folder / str(len(self._started))
+        port, ready, log = free_port(), place.with_suffix(".json"), place.with_suffix(".log")
         command = [sys.executable, "-m", "vagen.tools.cli", "sglang", "--model", str(model_dir)]
         command += ["--port", str(port), "--ready-file", str(ready), "--pause-timeout", str(SGLANG_PAUSE_TIMEOUT_S)]
         command += ["--api-key", API_KEY, "--admin-api-key", ADMIN_KEY, *words]
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file)
-        while not ready.exists():
-            # The launcher gives up by itself when SGLang does not come up in time.
-            assert process.poll() is None, log.read_text()[-5000:]
-            time.sleep(0.1)
-        return EngineHandle(
-            url=json.loads(ready.read_text())["url"],
+        handle = EngineHandle(
+            url=f"http://127.0.0.1:{port}",
             api_key=API_KEY,
             admin_key=ADMIN_KEY,
             reference=reference,
             process=process,
             model_dir=model_dir,
+            ready=ready,
             forbidden=forbidden_of(reference),
         )
+        self._started.append(handle)
+        return handle
+
+    @staticmethod
+    def _wait(handle: EngineHandle) -> EngineHandle:
+        while not handle.ready.exists():
+            # The launcher gives up by itself when SGLang does not come up in time.
+            assert handle.process.poll() is None, handle.ready.with_suffix(".log").read_text()[-5000:]
+            time.sleep(0.1)
+        assert json.loads(handle.ready.read_text())["url"] == handle.url
+        return handle
 
     def stop_all(self) -> None:
         """End what still runs; SGLang needs to be asked, or its schedulers stay."""
-        for handle in self._handles.values():
+        for handle in self._started:
             handle.process.terminate()
-        for handle in self._handles.values():
+        for handle in self._started:
             handle.process.wait(60)
             handle.threads.shutdown(wait=False)
