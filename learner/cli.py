@@ -125,7 +125,7 @@ def _check_layout(config: LearnerConfig, model: Path) -> None:
     )
     config.layout.require_batch(config.batch_size, world_size)
     content = read_model_json(model / "config.json")
-    config.layout.require_model(content, model / "config.json")
+    config.layout.require_model(content, model / "config.json", sequence_parallel=config.sequence_parallel)
     require_unquantised(content, model / "config.json")
 
 

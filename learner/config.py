@@ -199,6 +199,8 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """Stages of consecutive layers."""
     context_parallel_size: PositiveInt = 1
     """Ranks that each row is cut into. What is left of torchrun's processes shares each batch."""
+    expert_parallel_size: PositiveInt = 1
+    """Of a mixture of experts: ranks of a stage that its experts are shared out to, whatever else these ranks share."""
     sequence_parallel: bool = False
     """Norms and residuals of a part of the tokens on each tensor-parallel rank."""
     recompute: bool = False
@@ -249,6 +251,7 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
             context=self.context_parallel_size,
+            expert=self.expert_parallel_size,
         )
 
     @property

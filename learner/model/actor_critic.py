@@ -12,6 +12,7 @@ value head.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -196,6 +198,7 @@ class VisionLanguageActorCritic(MegatronModule):
             embeddings, image_rows, deepstack = self._with_images(embeddings, batch, shard)
             if self.config.sequence_parallel:
                 embeddings = scatter_to_sequence_parallel_region(embeddings)
+                image_rows, deepstack = _of_this_shard(image_rows, deepstack, len(embeddings))
         positions, rows = batch.position_ids, batch.score_positions - 1
         if shard is not None:
             rows = shard.rows
@@ -223,6 +226,18 @@ class VisionLanguageActorCritic(MegatronModule):
             return hidden
         # What follows gives every rank the whole gradient.
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+
+    def filler(self, forbidden_token_ids: Tensor | None = None) -> PackedBatch:
+        """The least that can be scored, for a rank that goes through the layers only because others do."""
+        banned = set() if forbidden_token_ids is None else set(forbidden_token_ids.tolist())
+        banned.add(getattr(self.hf_config, "image_token_id", None))
+        token_id = next(number for number in itertools.count() if number not in banned)
+        return PackedBatch(
+            token_ids=torch.tensor([token_id, token_id]),
+            position_ids=torch.arange(2).expand(3, 2),
+            cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+            score_positions=torch.tensor([1]),
+        )
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Give the decoder what the stage before sent; megatron's schedule calls this."""
@@ -463,3 +478,15 @@ class VisionLanguageActorCritic(MegatronModule):
         """Weights of the value head, on the CPU. Collective as `export_hf_state`."""
         state = {} if self.value_head is None else self.value_head.state_dict()
         return {name: from_stage(state.get(name), last_stage()).detach().cpu() for name in ("weight", "bias")}
+
+
+def _of_this_shard(
+    image_rows: Tensor | None, deepstack: Tensor | None, num_rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Image placeholders among the `num_rows` tokens that sequence parallelism leaves this rank, counted from the first
+    of them, and their features [K, M, hidden_size]."""
+    if image_rows is None or deepstack is None:
+        return image_rows, deepstack
+    rows = image_rows - parallel_state.get_tensor_model_parallel_rank() * num_rows
+    mine = ((rows >= 0) & (rows < num_rows)).nonzero()[:, 0]
+    return rows[mine], copy_to_tensor_model_parallel_region(deepstack).index_select(1, mine)

@@ -269,10 +269,15 @@ def _model_of(part: Trainer | VisionLanguageActorCritic) -> VisionLanguageActorC
 def _load_optimizer(trainer: Trainer, state: Any) -> None:
     """megatron 0.16 expects torch AdamW's `step` among the per-parameter tensors although it saves it apart, and
     shares one `step` tensor between all parameters: hide it while tensors are copied, then give each its own."""
+    content = {name: value for name, value in state.items() if name not in ("param_state", "expert_state")}
+    groups = content["optimizer"]["param_groups"]
+    # One layout's experts are trained as its other weights, another's by an optimizer of their own.
+    expert_groups = [group | {"is_expert_parallel": True} for group in groups]
+    content["optimizer"]["param_groups"] = [*groups, *expert_groups]
+    states = ("param_state", "expert_state")
     parts = trainer.inner_optimizers()
-    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
-    for part, content in zip(parts, states, strict=True):
-        tensors = content.pop("param_state")
+    for part, name in zip(parts, states[: len(parts)], strict=True):
+        tensors = state[name]
         part.load_state_dict(content)
         steps = {p: values.pop("step") for p, values in part.optimizer.state.items() if "step" in values}
         part.load_parameter_state_from_fully_reshardable(tensors)

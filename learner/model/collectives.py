@@ -23,6 +23,7 @@ __all__ = [
     "broadcast_object",
     "count_votes",
     "from_stage",
+    "gather_experts",
     "gather_objects",
     "gather_objects_over_data_parallel",
     "gather_over_data_parallel",
@@ -30,8 +31,10 @@ __all__ = [
     "is_first_stage",
     "is_last_stage",
     "last_stage",
+    "most_of_all_ranks",
     "num_stages",
     "recognise_lost_ranks",
+    "shares_experts",
     "sum_over_data_parallel",
 ]
 
@@ -107,6 +110,13 @@ def add_losses(totals: Mapping[str, float]) -> dict[str, float]:
         for name, value in part.items():
             sums[name] = sums.get(name, 0.0) + value
     return sums
+
+
+def most_of_all_ranks(count: int) -> int:
+    """The largest `count` of any rank."""
+    most = torch.tensor(count, dtype=torch.int64, device=compute_device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 # Data-parallel ranks -------------------------------------------------------------------------------------------------
@@ -186,6 +196,24 @@ def from_stage(tensor: Tensor | None, stage: int) -> Tensor:
         tensor = tensor.detach().to(compute_device()).contiguous()
     dist.broadcast(tensor, src=source, group=group)
     return tensor
+
+
+# Ranks that share out experts -----------------------------------------------------------------------------------------
+
+
+def shares_experts() -> bool:
+    """Whether ranks hold different experts, and so go through the layers together."""
+    return bool(parallel_state.get_expert_model_parallel_world_size() > 1)
+
+
+def gather_experts(tensor: Tensor) -> Tensor:
+    """All experts' [E, ...] of those that each rank holds, of the same shape; on the compute device."""
+    group = parallel_state.get_expert_model_parallel_group()
+    if dist.get_world_size(group) == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts)
 
 
 def _gathered(item: Item, group: Any) -> list[Item]:

@@ -8,13 +8,14 @@ gradient reduction and checkpoints. Does not own any numerical code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["compute_device", "cuda_as_cpu", "install"]
@@ -34,7 +35,7 @@ def install() -> None:
         moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return
-    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+    replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "current_stream", lambda *_, **__: None),
@@ -42,6 +43,9 @@ def install() -> None:
         (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         (megatron_random.CudaRNGStatesTracker, "add", _tracker_add),
         (megatron_random.CudaRNGStatesTracker, "fork", contextlib.contextmanager(_tracker_fork)),
+        # A stream is made where there is none yet, and used by what follows alone.
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _CPU),
+        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _splits_on_host),
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
@@ -68,6 +72,17 @@ class _CudaAsCpu(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return func(*args, **kwargs)
+
+
+def _splits_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """`MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize` where all tensors are on the host: split sizes become
+    numbers, as its copies from a GPU do."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits"):
+            splits = getattr(self, name)
+            if splits is not None:
+                setattr(self, name, splits.tolist())
+    return tokens_per_expert
 
 
 def _tracker_add(self: Any, name: str, seed: int) -> None:

@@ -48,15 +48,15 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
     """Megatron's config of an HF text config. Raises ConfigError for what cannot be represented or sharded."""
     refuse_unsupported(text_config)
     tp, stages = parallel_state.get_tensor_model_parallel_world_size(), num_stages()
-    ParallelLayout(tensor=tp, pipeline=stages).require_model(text_config.to_dict(), "config.json")
+    experts = int(parallel_state.get_expert_model_parallel_world_size())
+    context = int(parallel_state.get_context_parallel_world_size())
+    layout = ParallelLayout(tensor=tp, pipeline=stages, context=context, expert=experts)
+    layout.require_model(text_config.to_dict(), "config.json", sequence_parallel=options.sequence_parallel)
     peculiar = family.transformer_options(text_config)
-    for axis, size in (("tensor", tp), ("pipeline", stages)):
-        if size > 1 and peculiar.get("num_moe_experts"):
-            raise ConfigError(f"learner.{axis}_parallel_size: expected 1 for a mixture of experts, got {size}")
     cuda = torch.cuda.is_available()
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=text_config.num_hidden_layers,
         hidden_size=text_config.hidden_size,
         ffn_hidden_size=text_config.intermediate_size,
@@ -73,12 +73,13 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
         tensor_model_parallel_size=tp,
         sequence_parallel=options.sequence_parallel and tp > 1,
         pipeline_model_parallel_size=stages,
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        context_parallel_size=context,
         pipeline_dtype=options.dtype,
         # Packs differ in length.
         variable_seq_lengths=stages > 1,
-        # Of no account but for a check of the line above.
-        moe_token_dispatcher_type="alltoall" if stages > 1 else "allgather",
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=int(parallel_state.get_expert_tensor_parallel_world_size()),
+        moe_token_dispatcher_type="alltoall",
         params_dtype=options.dtype,
         bf16=options.bf16,
         # Weights come from a file. Turning initialisation off would also leave out the attributes by which megatron
@@ -99,6 +100,10 @@ def transformer_config(family: ModelFamily, text_config: Any, options: ModelOpti
         **peculiar,
         **(recompute if options.recompute else {}),
     )
+    if experts == 1:
+        # megatron forbids it for packs that differ in length, which they do not over tensor-parallel ranks.
+        config.moe_token_dispatcher_type = "allgather"
+    return config
 
 
 def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPTModel:
@@ -124,9 +129,10 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
         if num_stages() > 1:
             raise ConfigError("$.learner.lora: not available with pipeline stages ($.learner.pipeline_parallel_size)")
         adapt_layers(spec, options.adapter, config)
-    if config.sequence_parallel and (deepstack or family.post_norms):
-        what = "deepstack_visual_indexes" if deepstack else "norms behind attention and MLP"
-        raise ConfigError(f"$.learner.sequence_parallel: not available with {what} (config.json)")
+    if config.sequence_parallel and family.post_norms:
+        raise ConfigError(
+            "$.learner.sequence_parallel: not available with norms behind attention and MLP (config.json)"
+        )
     with cuda_as_cpu():
         gpt = GPTModel(
             config,

@@ -145,15 +145,25 @@ class Trainer:
             self.optimizer.step_with_ready_grads()
 
     def sharded_state(self, sharded_model: Mapping[str, Any], *, is_loading: bool, metadata: dict[str, Any]) -> Any:
-        """megatron's sharded state dict of the optimizer, for a model's; any layout can load it."""
+        """megatron's sharded state dict of the optimizer, for a model's; any layout can load it.
+
+        Ranks that share out experts have a second optimizer for them; its tensors are in `expert_state`.
+        """
         with ExitStack() as stack:
             for part in self.inner_optimizers():
                 for buffer in part.buffers:
                     stack.enter_context(_without_padding(buffer))
-            return self.optimizer.sharded_state_dict(sharded_model, is_loading=is_loading, metadata=metadata)
+            # Tensors are named by their parameters, whichever optimizer has them.
+            metadata = metadata | {"chained_optim_avoid_prefix": True}
+            state = self.optimizer.sharded_state_dict(sharded_model, is_loading=is_loading, metadata=metadata)
+        if len(self.inner_optimizers()) == 1:
+            return state
+        shared, experts = state[0], state[1]
+        return shared | {"expert_state": experts["param_state"]}
 
     def inner_optimizers(self) -> list[Any]:
-        """megatron's distributed optimizers, each around one torch optimizer (`.optimizer`)."""
+        """megatron's distributed optimizers, each around one torch optimizer (`.optimizer`): that of experts which are
+        shared out comes second."""
         return list(self.optimizer.chained_optimizers)
 
     def _prime(self) -> None:

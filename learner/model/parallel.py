@@ -43,12 +43,14 @@ class ParallelTopology:
     dp_size: int
     cp_rank: int = 0
     cp_size: int = 1
+    ep_size: int = 1
+    """Ranks that experts are shared out to: an axis across those of `tp` and `dp`."""
 
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks on each axis: what a checkpoint says it was saved by. Axes of later versions only where they are used,
         so that older checkpoints say the same."""
-        later = {"cp_size": self.cp_size} if self.cp_size > 1 else {}
+        later = {name: size for name, size in (("cp_size", self.cp_size), ("ep_size", self.ep_size)) if size > 1}
         return {"tp_size": self.tp_size, "pp_size": self.pp_size, "dp_size": self.dp_size, **later}
 
 
@@ -81,6 +83,9 @@ def init(layout: ParallelLayout = _ALONE, *, seed: int = 1, timeout_s: float = 6
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        # Shared out, experts are whole: their ranks may be those that cut everything else.
+        expert_tensor_parallel_size=layout.tensor if layout.expert == 1 else 1,
     )
     _seed(seed)
     return topology()
@@ -99,6 +104,7 @@ def topology() -> ParallelTopology:
         dp_size=parallel_state.get_data_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
     )
 
 

@@ -2,8 +2,8 @@
 
 Owns fusing, splitting, sharding and gathering under the rules of a family. Knows no file format and no model family.
 
-Rules name layers as the whole decoder counts them; a stage has some of the rules' parameters, and the last one a copy
-of the embedding where the output projection is tied to it.
+Rules name layers and experts as the whole decoder counts them; a rank has some of the rules' parameters, and one of the
+last stage a copy of the embedding where the output projection is tied to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from vagen.common.errors import CheckpointError
-from vagen.learner.model.collectives import from_stage, gather_over_stages, num_stages
+from vagen.learner.model.collectives import from_stage, gather_experts, gather_over_stages, num_stages, shares_experts
 from vagen.learner.model.families.base import Layout, WeightRule
 from vagen.learner.model.lora import adapted_layers, is_adapter, layer_weight
 
@@ -30,6 +30,7 @@ __all__ = ["adapter_tensors", "hf_tensors", "layer_adapters", "load_decoder"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
+_EXPERT = re.compile(r"(\.local_experts\.)(\d+)\.")
 _TRANSFORMER_ENGINE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -44,17 +45,16 @@ def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str,
     Raises CheckpointError naming a tensor that is missing or has another shape, and where a parameter has no rule.
     """
     parameters = {name: parameter for name, (_, parameter) in _parameters(gpt).items()}
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     for rule in rules:
         name = _local_name(rule.megatron, parameters)
-        if name not in parameters and num_stages() > 1:
+        is_elsewhere = num_stages() > 1 or (rule.expert is not None and shares_experts())
+        if name not in parameters and is_elsewhere:
             continue
         parameter = parameters.pop(name)
         missing = [name for name in rule.hf if name not in state]
         if missing:
             raise CheckpointError(f"weights lack {missing[0]}")
-        shard = _shard(rule, _fuse(rule, [state[name] for name in rule.hf], gpt.config), rank, size)
+        shard = _shard(rule, _fuse(rule, [state[name] for name in rule.hf], gpt.config), _cut_by(rule))
         if shard.shape != parameter.shape:
             raise CheckpointError(f"{rule.hf[0]}: {list(shard.shape)} does not fit config.json {list(parameter.shape)}")
         with torch.no_grad():
@@ -65,36 +65,32 @@ def load_decoder(gpt: GPTModel, rules: Sequence[WeightRule], state: Mapping[str,
     if head is not None:
         whole = next(state[name] for rule in rules for name in rule.hf if rule.megatron == _EMBEDDING)
         with torch.no_grad():
-            head.copy_(whole.chunk(size)[rank])
+            group = parallel_state.get_tensor_model_parallel_group()
+            head.copy_(whole.chunk(group.size())[group.rank()])
 
 
 def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule], *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of the decoder, layer by layer, one rule gathered at a time; adapters are `merged`, or
+    """(HF name, whole tensor) of the decoder, layer by layer, gathered one after the other; adapters are `merged`, or
     left out.
 
-    Collective over the tensor-parallel and the pipeline group: every rank must iterate to the end. Tensors may share
-    memory with the parameters: clone what outlives the next step.
+    Collective over the tensor-parallel, the expert-parallel and the pipeline group: every rank must iterate to the end.
+    Tensors may share memory with the parameters: clone what outlives the next step.
     """
     parameters = _parameters(gpt)
-    group = parallel_state.get_tensor_model_parallel_group()
-    names = [_local_name(rule.megatron, parameters) for rule in rules]
-    held = gather_over_stages([index for index, name in enumerate(names) if name in parameters])
-    stage_of = {index: stage for stage, indices in enumerate(held) for index in indices}
-    experts: list[Tensor] = []
-    for index, (rule, following) in enumerate(itertools.zip_longest(rules, rules[1:])):
-        name, whole = names[index], None
-        if name in parameters:
-            stage_name, parameter = parameters[name]
-            own = layer_weight(gpt, stage_name, parameter) if merged else parameter.detach()
-            whole = _gather(rule, own, group)
-        parts = _split(rule, from_stage(whole, stage_of[index]), gpt.config)
-        if rule.expert is None:
-            yield from zip(rule.hf, parts, strict=True)
-            continue
-        experts += parts
-        if following is None or following.hf != rule.hf:
-            yield rule.hf[0], torch.stack(experts)
-            experts = []
+    names = {rule.megatron: _local_name(rule.megatron, parameters) for rule in rules}
+    held = gather_over_stages([rule.hf for rule in rules if names[rule.megatron] in parameters])
+    stage_of = {hf: stage for stage, found in enumerate(held) for hf in found}
+    for hf, run in itertools.groupby(rules, key=lambda rule: rule.hf):
+        members = list(run)
+        mine: list[Tensor] = []
+        for rule in members:
+            if names[rule.megatron] in parameters:
+                own_name, parameter = parameters[names[rule.megatron]]
+                mine.append(_gather(rule, layer_weight(gpt, own_name, parameter) if merged else parameter.detach()))
+        whole: Tensor | None = None
+        if mine:
+            whole = mine[0] if members[0].expert is None else gather_experts(torch.stack(mine))
+        yield from zip(hf, _split(members[0], from_stage(whole, stage_of[hf]), gpt.config), strict=True)
 
 
 def adapter_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str, Tensor]]:
@@ -114,23 +110,30 @@ def layer_adapters(
     Collective over the tensor-parallel group.
     """
     layers = {name: (a, b) for name, a, b in adapted_layers(gpt)}
-    group = parallel_state.get_tensor_model_parallel_group()
     for rule in rules:
         if rule.megatron not in layers:
             continue
         a, b = layers[rule.megatron]
         # B is sharded as the rows of a weight, A as its columns.
-        a = _gather(rule, a, group) if rule.tp_dim == 1 else a
-        b = _gather(rule, b, group) if rule.tp_dim == 0 else b
+        a = _gather(rule, a) if rule.tp_dim == 1 else a
+        b = _gather(rule, b) if rule.tp_dim == 0 else b
         yield rule.hf, a, _split(rule, b, gpt.config)
 
 
 def _parameters(gpt: GPTModel) -> dict[str, tuple[str, Tensor]]:
-    """Parameters of this stage that rules name, by those names, with the stage's own."""
-    offset = get_transformer_layer_offset(gpt.config)
+    """Parameters of this rank that rules name, by those names, with the rank's own."""
+    first_layer, first_expert = get_transformer_layer_offset(gpt.config), 0
+    if shares_experts():
+        ranks = parallel_state.get_expert_model_parallel_group()
+        first_expert = ranks.rank() * (gpt.config.num_moe_experts or 0) // ranks.size()
+
+    def named(name: str) -> str:
+        name = _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first_layer}.", name)
+        return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}.", name)
+
     copy = _tied_copy(gpt)
     return {
-        _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + offset}.", name): (name, parameter)
+        named(name): (name, parameter)
         for name, parameter in gpt.named_parameters()
         if parameter is not copy and not is_adapter(name)
     }
@@ -195,14 +198,26 @@ def _apart(rule: WeightRule, width: int) -> Tensor:
     return torch.cat([part for half in zip(pairs, others, strict=True) for part in half])
 
 
-def _shard(rule: WeightRule, whole: Tensor, rank: int, size: int) -> Tensor:
+def _cut_by(rule: WeightRule) -> dist.ProcessGroup:
+    """The ranks that shards of a tensor lie on."""
+    group: dist.ProcessGroup = (
+        parallel_state.get_tensor_model_parallel_group()
+        if rule.expert is None
+        else parallel_state.get_expert_tensor_parallel_group()
+    )
+    return group
+
+
+def _shard(rule: WeightRule, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = group.size()
     if rule.tp_dim is None or size == 1:
         return whole
     halves = whole.chunk(2, rule.tp_dim) if rule.layout in _HALVES else [whole]
-    return torch.cat([half.chunk(size, rule.tp_dim)[rank] for half in halves], rule.tp_dim)
+    return torch.cat([half.chunk(size, rule.tp_dim)[group.rank()] for half in halves], rule.tp_dim)
 
 
-def _gather(rule: WeightRule, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather(rule: WeightRule, shard: Tensor) -> Tensor:
+    group = _cut_by(rule)
     size = dist.get_world_size(group)
     if rule.tp_dim is None or size == 1:
         return shard

@@ -117,8 +117,9 @@ def save_qwen3_vl(tmp_path: Path) -> SaveModel:
 def save_qwen3_vl_moe(tmp_path: Path) -> SaveModel:
     """Qwen3-VL-MoE of four experts, two a token: returns (transformers model, its directory)."""
 
-    def build(*, tied: bool = False, name: str = "qwen3_vl_moe") -> tuple[Any, Path]:
+    def build(*, tied: bool = False, name: str = "qwen3_vl_moe", num_layers: int = 3) -> tuple[Any, Path]:
         settings = _qwen3_vl_settings(tied)
+        settings["text_config"]["num_hidden_layers"] = num_layers
         settings["text_config"] |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
         return _save_qwen3_vl(Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig(**settings), tmp_path / name)
 

@@ -13,6 +13,7 @@ from vagen.learner.model import parallel
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import PackedBatch, TokenOutputs
 from vagen.learner.model.checkpoint_io import begin_checkpoint, load_checkpoint, save_checkpoint
+from vagen.learner.model.gpt import ModelOptions
 from vagen.learner.model.optimizer import AdamOptions, Trainer
 from vagen.learner.model.pipeline import outputs_of
 
@@ -22,11 +23,21 @@ LAYOUTS = (
     ParallelLayout(context=2),
     ParallelLayout(),
 )
+EXPERT_LAYOUTS = (
+    ParallelLayout(tensor=2),
+    ParallelLayout(pipeline=2),
+    ParallelLayout(expert=2),
+    ParallelLayout(tensor=2, expert=2),
+)
 FORBIDDEN = torch.tensor([500, 501, 502])
 
 
 def name_of(place: parallel.ParallelTopology) -> str:
-    return f"tp{place.tp_size}-pp{place.pp_size}-cp{place.cp_size}-dp{place.dp_size}"
+    return f"tp{place.tp_size}-pp{place.pp_size}-cp{place.cp_size}-dp{place.dp_size}-ep{place.ep_size}"
+
+
+def has_experts(work: Path) -> bool:
+    return "num_experts_per_tok" in (work / "vl" / "config.json").read_text()
 
 
 def loss_of(_: None, out: TokenOutputs) -> torch.Tensor:
@@ -46,7 +57,9 @@ def train_steps(trainer: Trainer, batches: list[PackedBatch], place: parallel.Pa
 
 def run(work: Path, batches: list[PackedBatch], place: parallel.ParallelTopology) -> dict[str, Any]:
     """Everything that must not depend on the layout; resumes `work / "foreign"` where it exists, else makes it."""
-    model = VisionLanguageActorCritic.load_hf(work / "vl").train()
+    # A mixture of experts demands it.
+    options = ModelOptions(sequence_parallel=place.tp_size > 1 and has_experts(work))
+    model = VisionLanguageActorCritic.load_hf(work / "vl", options).train()
     result: dict[str, Any] = {"loaded": model.export_hf_state()}
     every = [(batch, None) for batch in batches]
     outputs = [out for _, out in outputs_of(model, every, temperature=0.8, forbidden_token_ids=FORBIDDEN)]
@@ -75,7 +88,7 @@ def run(work: Path, batches: list[PackedBatch], place: parallel.ParallelTopology
 def main(work: Path) -> None:
     torch.set_num_threads(1)
     batches: list[PackedBatch] = torch.load(work / "batches.pt", weights_only=False)
-    for layout in LAYOUTS:
+    for layout in EXPERT_LAYOUTS if has_experts(work) else LAYOUTS:
         with parallel.parallel_session(layout, timeout_s=60) as place:
             result = run(work, batches, place)
             if place.rank == 0:

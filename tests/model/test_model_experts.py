@@ -66,8 +66,8 @@ def test_layers_without_experts_are_refused(save_qwen3_vl_moe: Any, change: dict
         VisionLanguageActorCritic.load_hf(directory)
 
 
-def test_tensor_parallel_experts_are_refused(save_qwen3_vl_moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_that_see_the_same_tokens_are_refused(save_qwen3_vl_moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, directory = save_qwen3_vl_moe()
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match="tensor_parallel_size: expected 1 for a mixture of experts, got 2"):
+    with pytest.raises(ConfigError, match="sequence_parallel: expected true for a mixture of experts"):
         VisionLanguageActorCritic.load_hf(directory)
