@@ -81,7 +81,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     `torchrun(2, "worker.py", ...)` from forked processes. Fails with the end of what they said."""
 
     def run(num_ranks: int, *command: object, timeout_s: float = 240.0) -> None:
-        if command[0] != "-m":
+        if not str(command[0]).startswith("-"):
             script, *arguments = map(str, command)
             run_ranks(num_ranks, Path(script), arguments, tmp_path_factory.mktemp("ranks"), timeout_s)
             return

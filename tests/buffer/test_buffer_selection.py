@@ -17,8 +17,6 @@ from vagen.buffer.selection.units import Unit, read_candidate
 from vagen.common.errors import ConfigError, TrajectoryError
 from vagen.common.wire import decode_trajectory
 
-SERVER_BOUND_S = 0.020
-
 
 def by_reward(alpha: float = 1.0) -> PriorityConfig:
     return PriorityConfig(function="total_reward", alpha=alpha)
@@ -143,33 +141,41 @@ def test_what_was_stored_before_there_were_priorities_is_drawn_last(bench, valke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["freshest", "oldest", "uniform", "priority"])
-def test_a_claim_of_512_from_200_000_takes_the_server_20_ms(bench, order):
-    """The entries have no payloads: a claim does not touch them."""
+def test_a_claim_of_512_costs_hardly_more_from_200_000_than_from_20_000(bench, order):
+    """The entries have no payloads: a claim does not touch them. One that went through all would take ten times."""
     bench = bench(priority=by_reward())
     bench.learn(batch_size=512)
     redis, keys = make_client(bench.valkey.url), Keys("run")
-    names = [f"{index:026d}" for index in range(200_000)]
-    for start in range(0, len(names), 10_000):
-        part = names[start : start + 10_000]
-        redis.hset(keys[Key.LIVE], mapping=dict.fromkeys(part, "0:300000:1.0:1:4:200:11:frozen_lakeg"))
-        redis.hset(keys[Key.WEIGHTS], mapping=dict.fromkeys(part, 1_000_000))
-        redis.zadd(keys[Key.READY], dict.fromkeys(part, 0))
-        redis.zadd(keys[Key.PICKS], {name: hash(name) % 1_000_003 for name in part})
-    redis.hset(keys[Key.STAT], mapping={"ready": len(names), "weight": 1_000_000 * len(names)})
+
+    def fill(start: int, end: int) -> None:
+        for first in range(start, end, 10_000):
+            part = [f"{index:026d}" for index in range(first, first + 10_000)]
+            redis.hset(keys[Key.LIVE], mapping=dict.fromkeys(part, "0:300000:1.0:1:4:200:11:frozen_lakeg"))
+            redis.hset(keys[Key.WEIGHTS], mapping=dict.fromkeys(part, 1_000_000))
+            redis.zadd(keys[Key.READY], dict.fromkeys(part, 0))
+            redis.zadd(keys[Key.PICKS], {name: hash(name) % 1_000_003 for name in part})
+        redis.hset(keys[Key.STAT], mapping={"ready": end, "weight": 1_000_000 * end})
 
     def spent_s() -> float:
         """CPU time of the thread that serves commands: what a claim takes it, however busy the machine is."""
         cpu = redis.info("cpu")
         return cpu["used_cpu_user_main_thread"] + cpu["used_cpu_sys_main_thread"]
 
-    spent = []
-    for _ in range(5):
-        started = spent_s()
-        assert len(bench.selector(order=order).claim(0, 512, 0).entries) == 512
-        spent.append(spent_s() - started)
-        redis.delete(keys.of(Key.MANIFEST, 0))
-    print(f"{order}: {1000 * min(spent):.1f} ms of server time")
-    assert min(spent) < SERVER_BOUND_S
+    def claim_s() -> float:
+        spent = []
+        for _ in range(5):
+            started = spent_s()
+            assert len(bench.selector(order=order).claim(0, 512, 0).entries) == 512
+            spent.append(spent_s() - started)
+            redis.delete(keys.of(Key.MANIFEST, 0))
+        return min(spent)
+
+    fill(0, 20_000)
+    few = claim_s()
+    fill(20_000, 200_000)
+    many = claim_s()
+    print(f"{order}: {1000 * few:.1f} ms of server time from 20,000, {1000 * many:.1f} ms from 200,000")
+    assert many < 3 * few
 
 
 class TestPriorities:
