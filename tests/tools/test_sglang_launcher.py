@@ -99,7 +99,7 @@ def test_it_is_announced_once_it_generates_and_ends_whole(venv, tmp_path):
 
 
 def test_what_is_stuck_ends_whole(venv, tmp_path):
-    process, ready = start(venv(SERVER), tmp_path, "--pause-timeout", "1")
+    process, ready = start(venv(SERVER), tmp_path, "--pause-timeout", "4")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and "/end_weight_update: 500" in errors
     assert not ready.exists() and not is_alive(json.loads((tmp_path / "told.json").read_text())["child"])
