@@ -70,10 +70,6 @@ class TrainingBatch:
     """int64 [B]: the trajectories' places in the global batch, ascending."""
     num_global_segments: int
     """Trajectories of the global batch."""
-    task_ids: torch.Tensor
-    """int64 [B]: numbers of the trajectories' tasks."""
-    num_tasks: int | None
-    """Tasks of the run; None where the numbers are this batch's own and mean nothing to other ranks."""
     temperature: float
     weights: torch.Tensor | None = None
     """float32 [B]: what each trajectory counts in the loss beside its share; None where all count 1."""
@@ -201,19 +197,16 @@ def prepare_batch(
     staleness: Sequence[int],
     groups: Mapping[str, int],
     preparer: RowPreparer,
-    tasks: Mapping[str, int] | None = None,
     weights: Sequence[float] | None = None,
     positions: Sequence[int] | None = None,
     num_global_segments: int | None = None,
 ) -> TrainingBatch:
     """Lay out trajectories as rows and flat arrays of policy tokens.
 
-    `staleness` is that of each trajectory, `groups` numbers the groups of the global batch from 0, `tasks` the tasks of
-    the run. Without `tasks` those present are numbered by name, which only a rank that is alone may use. `weights` is
-    what each trajectory counts in the loss, 1 each by default. A rank that has a part of the global batch gives the
+    `staleness` is that of each trajectory, `groups` numbers the groups of the global batch from 0. `weights` is what
+    each trajectory counts in the loss, 1 each by default. A rank that has a part of the global batch gives the
     `positions` of its trajectories in it.
-    Raises `TrajectoryError` for what does not fit the model (grids, vocabulary, one temperature for the batch) and for
-    a task without a number.
+    Raises `TrajectoryError` for what does not fit the model (grids, vocabulary, one temperature for the batch).
     """
     temperatures = {trajectory.sampling.temperature for trajectory in trajectories}
     if len(temperatures) != 1:
@@ -233,8 +226,6 @@ def prepare_batch(
         num_groups=len(groups),
         positions=torch.tensor(list(range(len(trajectories)) if positions is None else positions)),
         num_global_segments=len(trajectories) if num_global_segments is None else num_global_segments,
-        task_ids=_task_ids(trajectories, tasks),
-        num_tasks=None if tasks is None else len(tasks),
         temperature=temperatures.pop(),
         weights=None if weights is None else torch.tensor(list(weights), dtype=torch.float32),
         trajectories=list(trajectories),
@@ -309,15 +300,6 @@ class _FlatTokens:
             "segment_ids": torch.from_numpy(np.concatenate(self._segment_ids)),
             "versions": torch.from_numpy(np.concatenate(self._versions).astype(np.int64)),
         }
-
-
-def _task_ids(trajectories: Sequence[Trajectory], tasks: Mapping[str, int] | None) -> torch.Tensor:
-    names = [trajectory.task for trajectory in trajectories]
-    numbers = {name: number for number, name in enumerate(sorted(set(names)))} if tasks is None else tasks
-    unknown = sorted({name for name in names if name not in numbers})
-    if unknown:
-        raise TrajectoryError("task", f"expected one of {', '.join(sorted(numbers))}, got {unknown[0]!r}")
-    return torch.tensor([numbers[name] for name in names])
 
 
 class _TokenOrder:

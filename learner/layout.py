@@ -32,7 +32,7 @@ class ParallelLayout:
     context: int = 1
     """Ranks that each row is cut into; each has all weights of its shard."""
     expert: int = 1
-    """Ranks of one stage that the experts of its layers are shared out to; they lie on its shards and its copies."""
+    """Ranks of one stage that the experts of its layers are shared out to: its shards, copies and parts of rows."""
 
     @property
     def group_size(self) -> int:
@@ -85,10 +85,6 @@ class ParallelLayout:
         if text[name] % self.expert:
             raise ConfigError(
                 f"{where}: {name} {text[name]} does not divide by $.learner.expert_parallel_size {self.expert}"
-            )
-        if self.context > 1:
-            raise ConfigError(
-                f"$.learner.context_parallel_size: expected 1 for a mixture of experts ({where}), got {self.context}"
             )
         if self.tensor > 1 and not sequence_parallel:
             raise ConfigError(

@@ -273,9 +273,6 @@ def _live_learner(
 def _make_update(
     run: RunConfig, config: LearnerConfig, model_dir: Path, forbidden: torch.Tensor, topology: ParallelTopology
 ) -> tuple[VisionLanguageActorCritic, Trainer, PolicyUpdate]:
-    reduce = sum_over_data_parallel if topology.dp_size > 1 else None
-    if reduce is not None:
-        _refuse_what_needs_the_whole_batch(config)
     trained = load_trained(model_dir, config)
     update = PolicyUpdate(
         trained.policy.model,
@@ -283,19 +280,11 @@ def _make_update(
         config,
         seed=run.seed,
         forbidden_token_ids=forbidden,
-        reduce=reduce,
+        reduce=sum_over_data_parallel if topology.dp_size > 1 else None,
         reference=trained.reference,
         critic=trained.critic,
     )
     return trained.policy.model, trained.policy, update
-
-
-def _refuse_what_needs_the_whole_batch(config: LearnerConfig) -> None:
-    """Raises `ConfigError` for what a rank that has a part of the batch cannot compute."""
-    if config.advantage.whiten_per == "task":
-        raise ConfigError("$.learner.advantage.whiten_per: expected batch with several data-parallel ranks, got task")
-    if config.loss.behaviour_weight == "m2po":
-        raise ConfigError("$.learner.loss.behaviour_weight: m2po needs the whole batch on one data-parallel rank")
 
 
 def _announce(

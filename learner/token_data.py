@@ -5,7 +5,7 @@ Legend: N policy tokens of this rank's batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -86,11 +86,18 @@ def row_numbers(batch: TrainingBatch) -> Tensor:
     return ids
 
 
-def advantage_inputs(batch: TrainingBatch, scores: Scores, reference: ReferenceConfig) -> AdvantageInputs:
-    """What estimators read; rewards are less the penalty where `reference` asks for one."""
+def advantage_inputs(
+    batch: TrainingBatch, scores: Scores, reference: ReferenceConfig, tasks: Sequence[str] | None = None
+) -> AdvantageInputs:
+    """What estimators read; rewards are less the penalty where `reference` asks for one.
+
+    `tasks` are those of the global batch, by default of this one.
+    """
     rewards = batch.rewards
     if scores.reference_logprobs is not None:
         rewards = penalised_rewards(rewards, scores.logprobs, scores.reference_logprobs, reference)
+    names = [trajectory.task for trajectory in batch.trajectories]
+    numbers = {name: number for number, name in enumerate(sorted(set(names)) if tasks is None else tasks)}
     return AdvantageInputs(
         rewards=rewards,
         values=scores.values,
@@ -101,6 +108,6 @@ def advantage_inputs(batch: TrainingBatch, scores: Scores, reference: ReferenceC
         bootstrap_values=scores.bootstrap_values,
         group_ids=batch.group_ids,
         num_groups=batch.num_groups,
-        task_ids=batch.task_ids,
-        num_tasks=batch.num_tasks,
+        task_ids=torch.tensor([numbers[name] for name in names]),
+        num_tasks=len(numbers),
     )

@@ -31,7 +31,11 @@ from vagen.learner.losses.value import value_loss
 from vagen.learner.losses.weights import behaviour_weights
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.batch import TokenOutputs
-from vagen.learner.model.collectives import add_losses, gather_over_data_parallel
+from vagen.learner.model.collectives import (
+    add_losses,
+    gather_objects_over_data_parallel,
+    gather_over_data_parallel,
+)
 from vagen.learner.model.optimizer import Trainer
 from vagen.learner.packing import microbatches
 from vagen.learner.scoring import Scores, score
@@ -82,10 +86,10 @@ class PolicyUpdate:
         """
         if config.reference.is_used and reference is None:
             raise ConfigError("$.learner.reference: expected a reference model with a positive coefficient, got none")
-        if (config.loss.value_loss == "two_hot") != (model.value_range is not None):
+        if (config.loss.value_loss == "two_hot") != (model.options.value_bins is not None):
             raise ConfigError(
                 f"$.learner.loss.value_loss: expected a model with a critic for {config.loss.value_loss}, got one of "
-                f"{model.num_value_outputs} outputs for range {model.value_range}"
+                f"{model.options.num_value_outputs} outputs"
             )
         self._model = model
         self.critic = CriticUpdate(config, trainer, critic)
@@ -108,8 +112,9 @@ class PolicyUpdate:
         config = self._config
         started = time.perf_counter()
         self._refresh_reference(step)
-        if self._model.has_frozen_vision:
-            batch.images.encode(self._model.encode_images, self._model.merge_unit, config.max_tokens_per_microbatch)
+        encoder = self._model.image_encoder
+        if encoder is not None and encoder.is_frozen:
+            batch.images.encode(encoder.encode, encoder.merge_unit, config.max_tokens_per_microbatch)
         scores = self.score(batch)
         scored = time.perf_counter()
         data = self.estimate(batch, scores)
@@ -148,10 +153,14 @@ class PolicyUpdate:
 
     def estimate(self, batch: TrainingBatch, scores: Scores) -> TokenData:
         """Advantages, critic targets and behaviour weights of a batch: what its optimizer steps share."""
-        inputs = advantage_inputs(batch, scores, self._config.reference)
-        outputs = estimate_advantages(inputs, self._config.advantage, self._reduce)
-        sequence_ids = row_numbers(batch)
-        weights = behaviour_weights(scores.logprobs - batch.behaviour_logprobs, sequence_ids, self._config.loss)
+        config, tasks = self._config, None
+        if config.advantage.whiten_per == "task":
+            present = {trajectory.task for trajectory in batch.trajectories}
+            tasks = sorted(set().union(*gather_objects_over_data_parallel(present)))
+        inputs = advantage_inputs(batch, scores, config.reference, tasks)
+        outputs = estimate_advantages(inputs, config.advantage, self._reduce)
+        sequence_ids, log_ratio = row_numbers(batch), scores.logprobs - batch.behaviour_logprobs
+        weights = behaviour_weights(log_ratio, sequence_ids, config.loss, gather_over_data_parallel)
         return TokenData(batch, scores, outputs, weights, sequence_ids)
 
     def score(self, batch: TrainingBatch) -> Scores:

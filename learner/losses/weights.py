@@ -32,12 +32,19 @@ class BehaviourWeights:
 WeightFunction = Callable[[Tensor, Tensor, LossConfig], BehaviourWeights]
 
 
-def behaviour_weights(log_ratio: Tensor, sequence_ids: Tensor, config: LossConfig) -> BehaviourWeights:
+def behaviour_weights(
+    log_ratio: Tensor, sequence_ids: Tensor, config: LossConfig, gather: Callable[[Tensor], Tensor] | None = None
+) -> BehaviourWeights:
     """Weights of the method `config.behaviour_weight`, detached.
 
     `log_ratio` is float32 `[N]`; `sequence_ids` int64 `[N]` has equal numbers on consecutive tokens of one sequence.
+    `gather` makes float64 `[M]` of all data-parallel ranks of one's own `[N]` (all must call); without it this rank is
+    all there is.
     """
-    return _METHODS[config.behaviour_weight](clamped(log_ratio.detach()), sequence_ids, config)
+    log_ratio = clamped(log_ratio.detach())
+    if config.behaviour_weight == "m2po":
+        return _m2po(log_ratio, config, gather)
+    return _METHODS[config.behaviour_weight](log_ratio, sequence_ids, config)
 
 
 def loss_weights(
@@ -100,15 +107,17 @@ def _icepop(log_ratio: Tensor, sequence_ids: Tensor, config: LossConfig) -> Beha
     return _keep(log_ratio.exp(), _within(log_ratio, config.kept_ratios))
 
 
-def _m2po(log_ratio: Tensor, sequence_ids: Tensor, config: LossConfig) -> BehaviourWeights:
+def _m2po(log_ratio: Tensor, config: LossConfig, gather: Callable[[Tensor], Tensor] | None) -> BehaviourWeights:
     """Drop the largest squared log-ratios until the mean of the rest is below the threshold (arXiv 2510.01161).
 
-    The set is all tokens given, so that it is a property of the batch and not of a micro-batch.
+    The set is all tokens of all ranks, so that it is a property of the batch and not of a micro-batch. Of equal ones
+    all are dropped or none.
     """
-    squared, order = log_ratio.double().square().sort(stable=True)
-    means = squared.cumsum(0) / torch.arange(1, squared.numel() + 1, device=squared.device)
-    kept = torch.empty_like(means, dtype=torch.bool)
-    kept[order] = means < config.m2po_threshold
+    squared = log_ratio.double().square()
+    ascending = (squared if gather is None else gather(squared)).sort().values
+    means = ascending.cumsum(0) / torch.arange(1, ascending.numel() + 1, device=ascending.device)
+    dropped = ascending[means >= config.m2po_threshold]
+    kept = squared < dropped[0] if dropped.numel() else torch.ones_like(squared, dtype=torch.bool)
     return _keep(torch.ones_like(log_ratio), kept)
 
 
@@ -118,7 +127,6 @@ _METHODS: dict[str, WeightFunction] = {
     "sequence_tis": _sequence_tis,
     "token_reject": _token_reject,
     "icepop": _icepop,
-    "m2po": _m2po,
 }
 
 

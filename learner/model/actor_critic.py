@@ -13,14 +13,11 @@ value head.
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -28,31 +25,24 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
 from vagen.common.errors import CheckpointError, TrajectoryError
 from vagen.common.model_types import require_unquantised
-from vagen.common.towers import vision_tower
-from vagen.common.vision import VisionTower
 from vagen.common.vocabulary import read_model_json
 from vagen.common.weight_transfer import LowRankUpdate
 from vagen.learner.frozen_weights import FrozenWeights
-from vagen.learner.losses.two_hot import bin_centres, expectation
 from vagen.learner.model.attention import SegmentedSeqParams
-from vagen.learner.model.batch import ImageBatch, PackedBatch, TokenOutputs
+from vagen.learner.model.batch import PackedBatch, TokenOutputs
 from vagen.learner.model.collectives import from_stage, gather_over_stages, last_stage
 from vagen.learner.model.context_attention import ContextSeqParams
-from vagen.learner.model.context_images import encode_in_parts
 from vagen.learner.model.context_shard import ContextShard, divided
 from vagen.learner.model.cpu_compat import compute_device
 from vagen.learner.model.deepstack import DeepstackSeqParams
 from vagen.learner.model.families import family_of
 from vagen.learner.model.files import (
     MAX_SHARD_BYTES,
-    VALUE_HEAD_FILE,
     atomic_directory,
     copy_companions,
     read_weights,
@@ -60,17 +50,14 @@ from vagen.learner.model.files import (
     write_weights,
 )
 from vagen.learner.model.gpt import ModelOptions, build_gpt
+from vagen.learner.model.image_encoder import ImageEncoder
 from vagen.learner.model.logprobs import logprobs_and_entropy
 from vagen.learner.model.lora import AdapterOptions, save_adapter, start_adapters
 from vagen.learner.model.spec import uses_transformer_engine
+from vagen.learner.model.value_head import ValueHead, save_value_head
 from vagen.learner.model.weights import adapter_tensors, hf_tensors, layer_adapters, load_decoder
 
 __all__ = ["VisionLanguageActorCritic"]
-
-logger = logging.getLogger(__name__)
-
-_VALUE_RANGE = "value_range"
-"""Key of the metadata of a categorical value head's file."""
 
 
 class VisionLanguageActorCritic(MegatronModule):
@@ -88,49 +75,36 @@ class VisionLanguageActorCritic(MegatronModule):
         self.model_type = language_model.model_type
         self.pre_process, self.post_process = language_model.pre_process, language_model.post_process
         self.share_embeddings_and_output_weights = self.tied
-        self._frozen_vision = options.freeze_vision
+        self.options = options
         self.visual: nn.Module | None = None
-        self._tower: VisionTower | None = None
+        self.image_encoder: ImageEncoder | None = None
         if self.family.vision is not None and self.pre_process:
             self.visual = self.family.vision(hf_config)
             self.visual.to(options.dtype)
             for name, parameter in self.visual.named_parameters():
                 parameter.requires_grad_(not self._is_frozen_vision(name))
-            self._tower = vision_tower(self.visual)
-        self.num_value_outputs = options.value_bins or 1
-        self.value_head: nn.Linear | None = None
-        if self.post_process:
-            # In the dtype of the rest (see build_gpt); its master copy and its product are float32.
-            self.value_head = nn.Linear(self.config.hidden_size, self.num_value_outputs, dtype=options.dtype)
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
-        self.value_range = options.value_range if options.value_bins else None
-        centres = bin_centres(options.value_bins, options.value_range) if options.value_bins else None
-        self._value_centres: Tensor | None
-        self.register_buffer("_value_centres", centres, persistent=False)
+            width = (1 + self.family.num_deepstack(hf_config)) * self.config.hidden_size
+            self.image_encoder = ImageEncoder(
+                self.visual, image_token_id=hf_config.image_token_id, width=width, config=self.config
+            )
+        self.value_head = ValueHead(self.config.hidden_size, options) if self.post_process else None
         self._rules = self.family.rules(self.family.text_config(hf_config), self.tied)
         self.adapter, self.base_model = options.adapter, str(source_dir)
         self._transformer_engine = options.adapter is None and uses_transformer_engine(
             post_norms=self.family.post_norms
         )
         if options.adapter is not None:
-            assert self.value_head is not None
-            start_adapters(self, language_model, [self.value_head])
+            start_adapters(self, language_model, [] if self.value_head is None else [self.value_head])
 
     def _is_frozen_vision(self, name: str) -> bool:
         """Whether a tensor of the vision module stays as it was loaded."""
         part = "projector" if name.partition(".")[0] in self.family.projector else "tower"
-        return self._frozen_vision in (True, part)
+        return self.options.freeze_vision in (True, part)
 
     def _is_frozen(self, name: str) -> bool:
         """Whether a tensor of this HF name stays as it was loaded, on whatever stage it is. With adapters all do."""
         vision_name = self.family.vision_name(name)
         return self.adapter is not None or (vision_name is not None and self._is_frozen_vision(vision_name))
-
-    @property
-    def has_frozen_vision(self) -> bool:
-        """Whether the features of an image never change."""
-        return self.visual is not None and not any(x.requires_grad for x in self.visual.parameters())
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -163,11 +137,10 @@ class VisionLanguageActorCritic(MegatronModule):
         head = self.value_head
         if head is None:
             return hidden
+        # A rank without scored tokens has a row all the same.
+        hidden = hidden[: len(targets)]
         critic_input = hidden.detach() if detach_value else hidden
-        answers = F.linear(critic_input.float(), head.weight.float(), head.bias.float())
-        centres = self._value_centres
-        value_logits = None if centres is None else answers
-        values = answers[:, 0] if centres is None else expectation(answers, centres)
+        values, value_logits = head.values(critic_input)
         if values_only:
             nothing = values.new_empty(0)
             outputs = TokenOutputs(logprobs=nothing, entropy=nothing, values=values, value_logits=value_logits)
@@ -253,62 +226,11 @@ class VisionLanguageActorCritic(MegatronModule):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[T, 1, hidden_size] with image features at the placeholders; the placeholders int64 [M]; and the features
         [K, M, hidden_size] that the first K layers add there, where the family has any. With `shard` of its tokens."""
-        if self.visual is None:
+        if self.image_encoder is None:
             if batch.images is not None:
                 raise TrajectoryError("images", f"model_type {self.family.model_type!r} reads no images")
             return embeddings, None, None
-        where = (batch.token_ids == self.hf_config.image_token_id).nonzero()[:, 0]
-        if batch.images is None:
-            if len(where):
-                raise TrajectoryError("images", f"{len(where)} image placeholders without images")
-            return embeddings, None, None
-        features = self._image_features(batch.images)
-        if len(features) != len(where):
-            raise TrajectoryError("images", f"{len(where)} image placeholders, but images of {len(features)} tokens")
-        if shard is not None:
-            where = shard.places[where]
-            features, where = features[where >= 0], where[where >= 0]
-        first, *inner = features.to(embeddings.dtype).split(embeddings.size(-1), -1)
-        embeddings = embeddings.index_copy(0, where, first[:, None])
-        return embeddings, where, torch.stack(inner) if inner else None
-
-    def _image_features(self, images: ImageBatch) -> Tensor:
-        """Features of each placeholder run in order, [tokens, (1 + K) * hidden_size]; each image is encoded once."""
-        features = self.encode_images(images) if images.features is None else images.features
-        if images.index is None:
-            return features
-        sizes = images.grids.prod(-1) // self.merge_unit
-        starts = sizes.cumsum(0) - sizes
-        used = images.index
-        if len(used) and (int(used.min()) < 0 or int(used.max()) >= len(sizes)):
-            raise TrajectoryError("images.index", f"expected values in [0, {len(sizes)})")
-        ends = sizes[used].cumsum(0)
-        shift = (starts[used] - (ends - sizes[used])).repeat_interleave(sizes[used])
-        rows = torch.arange(len(shift)) + shift
-        return features.index_select(0, rows.to(features.device))
-
-    def encode_images(self, images: ImageBatch) -> Tensor:
-        """Features of the distinct images, one after another: [tokens, (1 + K) * hidden_size].
-
-        Collective over the ranks that share rows.
-        """
-        assert self._tower is not None
-        grids = [(int(t), int(h), int(w)) for t, h, w in images.grids.tolist()]
-        if self.config.context_parallel_size == 1:
-            return self._tower(images.patches, grids)
-        width = (1 + self.family.num_deepstack(self.hf_config)) * self.config.hidden_size
-        return encode_in_parts(
-            *(self._tower, images.patches, grids),
-            merge_unit=self.merge_unit,
-            nothing=images.patches.new_empty(0, width, dtype=self.config.params_dtype),
-            is_trained=not self.has_frozen_vision,
-        )
-
-    @property
-    def merge_unit(self) -> int:
-        """Patches of one image token."""
-        assert self._tower is not None
-        return self._tower.merge_unit
+        return self.image_encoder.place(embeddings, batch, shard)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -333,35 +255,11 @@ class VisionLanguageActorCritic(MegatronModule):
             if model.visual is not None:
                 named = [(family.vision_name(name), tensor) for name, tensor in state.items()]
                 model.visual.load_state_dict({name: tensor for name, tensor in named if name is not None})
-            if model.value_head is not None and (source / VALUE_HEAD_FILE).is_file():
-                model._load_value_head(model.value_head, source / VALUE_HEAD_FILE)
+            if model.value_head is not None:
+                model.value_head.load_from(source)
         except RuntimeError as error:
             raise CheckpointError(f"{source}: {error}") from error
         return model.to(compute_device())
-
-    def _load_value_head(self, head: nn.Linear, file: Path) -> None:
-        """A head of other bins or another range answers another question: it is left alone, with a warning.
-
-        Raises RuntimeError for one of another hidden size.
-        """
-        with safe_open(file, framework="pt") as content:
-            state = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
-            found_range = (content.metadata() or {}).get(_VALUE_RANGE)
-        weight, wanted = state.get("weight"), head.weight
-        if weight is not None and weight.shape[1:] == wanted.shape[1:]:
-            found_head = (len(weight), found_range)
-            wanted_head = (len(wanted), self._value_metadata.get(_VALUE_RANGE))
-            if found_head != wanted_head:
-                logger.warning(
-                    "%s: outputs and range of the value head are %s, expected %s: the critic starts from zero",
-                    *(file, found_head, wanted_head),
-                )
-                return
-        head.load_state_dict(state)
-
-    @property
-    def _value_metadata(self) -> dict[str, str]:
-        return {} if self.value_range is None else {_VALUE_RANGE: json.dumps(self.value_range)}
 
     def _named_tensors(
         self, wanted: Callable[[str], bool] = lambda name: True, *, merged: bool = True
@@ -469,7 +367,7 @@ class VisionLanguageActorCritic(MegatronModule):
             copy_companions(self.source_dir, target)
             set_dtype(target / "config.json", dtype or self.config.params_dtype)
             write_weights(state, target, max_shard_bytes or MAX_SHARD_BYTES)
-            save_file(head, target / VALUE_HEAD_FILE, metadata=self._value_metadata or None)
+            save_value_head(head, target, self.options)
             if self.adapter is not None:
                 layers = f"{self.family.text_prefix}layers."
                 save_adapter(target / "adapter", low_rank, self.adapter, self.base_model, layers)

@@ -218,8 +218,8 @@ def _fingerprint(model: VisionLanguageActorCritic) -> dict[str, Any]:
     """Which model a checkpoint is of; megatron itself would load the tensors that two models happen to share."""
     config = model.config
     critic = {}
-    if model.value_range is not None:
-        critic = {"value_bins": model.num_value_outputs, "value_range": list(model.value_range)}
+    if model.options.value_bins is not None:
+        critic = {"value_bins": model.options.value_bins, "value_range": list(model.options.value_range)}
     return {
         "model_type": model.family.model_type,
         "num_layers": config.num_layers,

@@ -50,8 +50,9 @@ class ContextShard:
     """The part of a pack that rank `rank` of `size` holds: row after row, of each its two chunks.
 
     `tokens` int64 [L] are their places in the pack; `places` int64 [T] the inverse, -1 for tokens of other ranks. Of
-    the scored tokens `scored` int64 [n] are this rank's, `rows` int64 [n] where it holds the token before each. `order`
-    int64 [N] is the place of each scored token among the ranks' answers, one after another, all `longest` long.
+    the scored tokens `scored` int64 [n] are this rank's, `rows` int64 [n] where it holds the token before each; where n
+    is 0 its first token, since layers need a token to go on with. `order` int64 [N] is the place of each scored token
+    among the ranks' answers, one after another, all `longest` long.
     """
 
     size: int
@@ -87,7 +88,7 @@ class ContextShard:
             tokens=tokens,
             places=places,
             scored=scored,
-            rows=places[before[scored]],
+            rows=places[before[scored]] if len(scored) else scored.new_zeros(1),
             order=order,
             longest=longest,
         )

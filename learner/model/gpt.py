@@ -43,6 +43,10 @@ class ModelOptions:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float32
 
+    @property
+    def num_value_outputs(self) -> int:
+        return self.value_bins or 1
+
 
 def transformer_config(family: ModelFamily, text_config: Any, options: ModelOptions) -> TransformerConfig:
     """Megatron's config of an HF text config. Raises ConfigError for what cannot be represented or sharded."""
@@ -126,8 +130,6 @@ def build_gpt(family: ModelFamily, hf_config: Any, options: ModelOptions) -> GPT
     if options.adapter is not None:
         if family.post_norms:
             raise ConfigError(f"lora: not available for model_type {family.model_type!r}")
-        if num_stages() > 1:
-            raise ConfigError("$.learner.lora: not available with pipeline stages ($.learner.pipeline_parallel_size)")
         adapt_layers(spec, options.adapter, config)
     if config.sequence_parallel and family.post_norms:
         raise ConfigError(

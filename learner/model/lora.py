@@ -7,7 +7,8 @@ own what a base weight is called (see `families`) or who it is sent to: whoever 
 merged one.
 
 A column-parallel layer shards B as its weight and has the whole of A on every rank, a row-parallel one shards A and has
-the whole of B: what crosses ranks is [T, rank]. Layers of a fused weight (q, k, v; gate, up) share A.
+the whole of B: what crosses ranks is [T, rank]. With sequence parallelism the whole factor sees a part of the tokens on
+each rank. Layers of a fused weight (q, k, v; gate, up) share A.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -87,8 +90,8 @@ def adapt_layers(spec: Any, options: AdapterOptions, config: Any) -> None:
     unknown = sorted(set(options.targets) - set(_MODULES))
     if unknown or not options.targets:
         raise ConfigError(f"lora: targets must be among {', '.join(_MODULES)}, got {', '.join(unknown) or 'none'}")
-    if config.sequence_parallel or config.num_moe_experts:
-        raise ConfigError("lora: not available with sequence parallelism or mixture-of-experts layers")
+    if config.num_moe_experts:
+        raise ConfigError("lora: not available with mixture-of-experts layers")
     for target in options.targets:
         block, layer, _ = _MODULES[target]
         submodules = getattr(spec.submodules, block).submodules
@@ -136,11 +139,15 @@ class _AdaptedColumn(_Adapted, ColumnParallelLinear):
         self._start(self.input_size, adapter, slice(None))
         self._is_gated = kwargs.get("tp_comm_buffer_name") == "fc1"
         set_tensor_model_parallel_attributes(self.lora_b, True, 0, 1)
+        _sums_over_ranks(self.lora_a, self.sequence_parallel)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As `ColumnParallelLinear.forward`."""
         output, bias = super().forward(input_, *args, **kwargs)
-        low = copy_to_tensor_model_parallel_region(F.linear(input_, self.lora_a), group=self.tp_group)
+        spread = (
+            gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+        )
+        low = spread(F.linear(input_, self.lora_a), group=self.tp_group)
         return output + self.adapter.scale * F.linear(low, self.lora_b), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> ShardedStateDict:
@@ -166,11 +173,14 @@ class _AdaptedRow(_Adapted, RowParallelLinear):
         first = self.tp_group.rank() * self.input_size_per_partition
         self._start(self.input_size, adapter, slice(first, first + self.input_size_per_partition))
         set_tensor_model_parallel_attributes(self.lora_a, True, 1, 1)
+        _sums_over_ranks(self.lora_b, self.sequence_parallel)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `RowParallelLinear.forward`."""
         output, bias = super().forward(input_)
-        low = reduce_from_tensor_model_parallel_region(F.linear(input_, self.lora_a), group=self.tp_group)
+        is_spread = self.sequence_parallel
+        collect = reduce_scatter_to_sequence_parallel_region if is_spread else reduce_from_tensor_model_parallel_region
+        low = collect(F.linear(input_, self.lora_a), group=self.tp_group)
         return output + self.adapter.scale * F.linear(low, self.lora_b), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> ShardedStateDict:
@@ -185,6 +195,12 @@ class _AdaptedRow(_Adapted, RowParallelLinear):
         )
 
 
+def _sums_over_ranks(factor: nn.Parameter, sequence_parallel: bool) -> None:
+    """Mark a factor that all ranks have, for megatron to sum the gradients that their tokens give it."""
+    if sequence_parallel:
+        factor.sequence_parallel = True  # type: ignore[attr-defined]
+
+
 def start_adapters(model: nn.Module, gpt: GPTModel, trained: Sequence[nn.Module]) -> None:
     """Draw the adapters, and leave nothing to training but them and `trained`, such as the value head."""
     for layer in gpt.decoder.layers:
@@ -195,7 +211,7 @@ def start_adapters(model: nn.Module, gpt: GPTModel, trained: Sequence[nn.Module]
         parameter.requires_grad_(is_adapter(name))
     for module in trained:
         module.requires_grad_(True)
-    if gpt.config.recompute_granularity == "full":
+    if gpt.config.recompute_granularity == "full" and gpt.pre_process:
         # A layer that is recomputed gets no gradient unless its input asks for one, and nothing before it does.
         gpt.embedding.register_forward_hook(_ask_for_gradient)
 

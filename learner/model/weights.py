@@ -94,7 +94,7 @@ def hf_tensors(gpt: GPTModel, rules: Sequence[WeightRule], *, merged: bool = Tru
 
 
 def adapter_tensors(gpt: GPTModel, rules: Sequence[WeightRule]) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT's name, whole tensor) of A and B of every adapted layer; collective over the tensor-parallel group."""
+    """(PEFT's name, whole tensor) of A and B of every adapted layer; collective as `hf_tensors`."""
     for names, a, parts in layer_adapters(gpt, rules):
         for name, part in zip(names, parts, strict=True):
             layer = name.removesuffix(".weight")
@@ -107,33 +107,36 @@ def layer_adapters(
 ) -> Iterator[tuple[tuple[str, ...], Tensor, Sequence[Tensor]]]:
     """(HF names of the weights of an adapted layer, the whole A that they share, the whole B of each).
 
-    Collective over the tensor-parallel group.
+    Collective as `hf_tensors`.
     """
-    layers = {name: (a, b) for name, a, b in adapted_layers(gpt)}
+    layers = {_whole_name(gpt, name): (a, b) for name, a, b in adapted_layers(gpt)}
+    stage_of = {name: stage for stage, names in enumerate(gather_over_stages(list(layers))) for name in names}
     for rule in rules:
-        if rule.megatron not in layers:
+        if rule.megatron not in stage_of:
             continue
-        a, b = layers[rule.megatron]
+        stage = stage_of[rule.megatron]
+        a, b = layers.get(rule.megatron, (None, None))
         # B is sharded as the rows of a weight, A as its columns.
-        a = _gather(rule, a) if rule.tp_dim == 1 else a
-        b = _gather(rule, b) if rule.tp_dim == 0 else b
-        yield rule.hf, a, _split(rule, b, gpt.config)
+        a = _gather(rule, a) if a is not None and rule.tp_dim == 1 else a
+        b = _gather(rule, b) if b is not None and rule.tp_dim == 0 else b
+        yield rule.hf, from_stage(a, stage), _split(rule, from_stage(b, stage), gpt.config)
 
 
-def _parameters(gpt: GPTModel) -> dict[str, tuple[str, Tensor]]:
-    """Parameters of this rank that rules name, by those names, with the rank's own."""
+def _whole_name(gpt: GPTModel, name: str) -> str:
+    """What rules call a parameter of this rank."""
     first_layer, first_expert = get_transformer_layer_offset(gpt.config), 0
     if shares_experts():
         ranks = parallel_state.get_expert_model_parallel_group()
         first_expert = ranks.rank() * (gpt.config.num_moe_experts or 0) // ranks.size()
+    name = _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first_layer}.", name)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}.", name)
 
-    def named(name: str) -> str:
-        name = _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first_layer}.", name)
-        return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}.", name)
 
+def _parameters(gpt: GPTModel) -> dict[str, tuple[str, Tensor]]:
+    """Parameters of this rank that rules name, by those names, with the rank's own."""
     copy = _tied_copy(gpt)
     return {
-        named(name): (name, parameter)
+        _whole_name(gpt, name): (name, parameter)
         for name, parameter in gpt.named_parameters()
         if parameter is not copy and not is_adapter(name)
     }

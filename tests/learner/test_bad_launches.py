@@ -80,7 +80,6 @@ def test_a_layout_that_does_not_fit_is_one_line(launch, world_size, settings, se
         ),
         (4, ["expert_parallel_size=4"], "num_experts 6 does not divide by $.learner.expert_parallel_size 4"),
         (2, ["tensor_parallel_size=2"], "$.learner.sequence_parallel: expected true for a mixture of experts"),
-        (2, ["context_parallel_size=2"], "$.learner.context_parallel_size: expected 1 for a mixture of experts"),
     ],
 )
 def test_experts_that_cannot_be_shared_out_are_one_line(launch, world_size, settings, sentence):

@@ -107,20 +107,6 @@ def test_flat_arrays_follow_the_order_of_sampling(trajectories, preparer):
     assert batch.bootstrap_rows[0].score_positions.tolist() == [6]
 
 
-def test_tasks_are_numbered_by_name_or_as_the_caller_says(trajectories, preparer):
-    first, second = (
-        msgspec.structs.replace(trajectory, task=task)
-        for trajectory, task in zip(trajectories, ("walk", "lake"), strict=True)
-    )
-    groups = {"g0": 0, "g1": 1}
-    alone = prepare_batch([first, second], [0, 0], groups, preparer)
-    assert (alone.task_ids.tolist(), alone.num_tasks) == ([1, 0], None)
-    told = prepare_batch([first, second], [0, 0], groups, preparer, tasks={"walk": 2, "lake": 1, "maze": 0})
-    assert (told.task_ids.tolist(), told.task_ids.dtype, told.num_tasks) == ([2, 1], torch.int64, 3)
-    with pytest.raises(TrajectoryError, match="task: expected one of lake, got 'walk'"):
-        prepare_batch([first, second], [0, 0], groups, preparer, tasks={"lake": 0})
-
-
 def test_rows_listed_out_of_turn_order_are_brought_into_it(trajectories, preparer):
     split = trajectories[0]
     turned = msgspec.structs.replace(

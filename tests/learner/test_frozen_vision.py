@@ -12,14 +12,15 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def count_encoded(model, counts):
-    encode = model._tower
+    encoder = model.image_encoder
+    encode = encoder._tower
 
     def spy(patches, grids):
         counts.append(len(grids))
         return encode(patches, grids)
 
     spy.merge_unit = encode.merge_unit
-    model._tower = spy
+    encoder._tower = spy
 
 
 @pytest.mark.parametrize(
@@ -73,4 +74,4 @@ def test_known_features_change_no_step(make_update, batch):
 def test_a_tower_that_learns_is_not_remembered(make_update, batch):
     update, model, _ = make_update(freeze_vision="projector")
     update.run(batch, step=0, version=1)
-    assert not batch.images._features and not model.has_frozen_vision
+    assert not batch.images._features and not model.image_encoder.is_frozen

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,6 +27,8 @@ SETTINGS = (
     "learner.checkpoint_every=100",
     "learner.optimizer.warmup_updates=4",
 )
+OF_A_WHOLE_BATCH = ("learner.advantage.whiten_per=task", "learner.loss.behaviour_weight=m2po")
+"""Statistics that no rank knows from its own rows."""
 BF16_TOLERANCE = 0.02
 """Of a loss near 0.2: sums of another order round otherwise, and each step starts from the weights of the last."""
 CLOCKS = ("time", "wall_s", "seconds")
@@ -36,6 +39,12 @@ def model_dir(tmp_path_factory):
     """The demo's model, untrained."""
     directory = tmp_path_factory.mktemp("model") / "demo"
     return save_tiny_model(ModelConfig(), train_tokenizer(["Move to the goal."], [], 384), directory)
+
+
+def of_two_tasks(record):
+    """Sorted otherwise by name than by their first place in a batch."""
+    task = "bb" if record.position < 6 else "aa"
+    return msgspec.structs.replace(record, trajectory=msgspec.structs.replace(record.trajectory, task=task))
 
 
 def layout(**sizes: int) -> list[str]:
@@ -87,7 +96,7 @@ def _assert_close(got, want, path: str, atol: float) -> None:
 
 @pytest.mark.slow
 def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, tmp_path):
-    archive = make_archive(num_steps=NUM_STEPS, batch_size=10)
+    archive = make_archive(num_steps=NUM_STEPS, batch_size=10, change=of_two_tasks)
     beginning = make_archive(num_steps=2, batch_size=10, name="beginning")
     middle = make_archive(num_steps=4, batch_size=10, name="middle")
     one_process(tmp_path / "one", archive, model_dir)
@@ -100,6 +109,7 @@ def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, t
     reshards = [(beginning, layout(pipeline=2)), (middle, layout(context=2))]
     rounded = "learner.bf16=true"
     jobs["bf16"] = [*jobs["tp2-pp2"], rounded]
+    jobs["dp4"] = [*layout(), *OF_A_WHOLE_BATCH]
     content = [(tmp_path / name, archive, settings) for name, settings in jobs.items()]
     content += [(tmp_path / "resharded", part, settings) for part, settings in reshards]
     (tmp_path / "jobs.json").write_text(json.dumps(content, default=str))
@@ -109,6 +119,8 @@ def test_every_layout_trains_as_one_process(make_archive, model_dir, torchrun, t
     for name in ("dp2", "tp2-dp2", "tp2-pp2", "cp2-tp2", "cp2-pp2", "resharded"):
         assert_same_training(tmp_path / name, tmp_path / "one")
     one_process(tmp_path / "one-bf16", archive, model_dir, rounded)
+    one_process(tmp_path / "one-whole", archive, model_dir, *OF_A_WHOLE_BATCH)
+    assert_same_training(tmp_path / "dp4", tmp_path / "one-whole")
     losses = [[line["loss"]["total"] for line in journal(tmp_path / name)] for name in ("bf16", "one-bf16")]
     assert losses[0] == pytest.approx(losses[1], abs=BF16_TOLERANCE)
 

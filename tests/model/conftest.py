@@ -45,6 +45,31 @@ def single_process() -> Iterator[None]:
         yield
 
 
+TEXT: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": 501}
+QWEN_TOKENS = TOKENS | {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+
+
+def _rope(theta: float, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **options}}
+
+
 def _randomise(model: Any) -> Any:
     """transformers starts biases at 0 and norms at 1, which would hide a wrong mapping."""
     generator = torch.Generator().manual_seed(7)
@@ -54,61 +79,61 @@ def _randomise(model: Any) -> Any:
     return model.eval()
 
 
+def _save(model_class: Any, config: Any, directory: Path) -> tuple[Any, Path]:
+    torch.manual_seed(0)
+    model = _randomise(model_class(config))
+    model.save_pretrained(directory)
+    return model, directory
+
+
+def _save_vl(model_class: Any, config: Any, directory: Path, images: Any = None) -> tuple[Any, Path]:
+    """With a chat template and the settings of an image processor, by default Qwen's."""
+    saved = _save(model_class, config, directory)
+    if images is None:
+        ImageSpec().save(directory)
+    else:
+        images.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return saved
+
+
 @pytest.fixture
 def save_vl(tmp_path: Path) -> SaveModel:
     """Qwen2.5-VL: returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, windows: bool = True, name: str = "vl", num_layers: int = 3) -> tuple[Any, Path]:
-        torch.manual_seed(0)
+        text = TEXT | {"num_hidden_layers": num_layers, "tie_word_embeddings": tied}
+        text |= {"rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2}
         config = Qwen2_5_VLConfig(
-            text_config={
-                "vocab_size": 512,
-                "hidden_size": 64,
-                "intermediate_size": 160,
-                "num_hidden_layers": num_layers,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 512,
-                "rms_norm_eps": 1e-6,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-                "tie_word_embeddings": tied,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            },
-            vision_config={
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "patch_size": 14,
-                "window_size": 56,
-                "out_hidden_size": 64,
-                "fullatt_block_indexes": [1] if windows else [0, 1],
-            },
-            image_token_id=IMAGE,
-            video_token_id=501,
-            vision_start_token_id=VISION_START,
-            vision_end_token_id=VISION_END,
+            text_config=text | _rope(1e6, mrope_section=[2, 3, 3]),
+            vision_config=VISION | {"window_size": 56, "fullatt_block_indexes": [1] if windows else [0, 1]},
             tie_word_embeddings=tied,
+            **QWEN_TOKENS,
         )
-        model = _randomise(Qwen2_5_VLForConditionalGeneration(config))
-        directory = tmp_path / name
-        model.save_pretrained(directory)
-        ImageSpec().save(directory)
-        (directory / "chat_template.jinja").write_text("{{ messages }}")
-        return model, directory
+        return _save_vl(Qwen2_5_VLForConditionalGeneration, config, tmp_path / name)
 
     return build
 
 
+def _qwen3_vl_settings(tied: bool, num_layers: int, **text: Any) -> dict[str, Any]:
+    """Features of two inner blocks go into the decoder."""
+    text |= {"num_hidden_layers": num_layers, "head_dim": 32}
+    inner = {"depth": 4, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+    return dict(
+        text_config=TEXT | text | _rope(1e6, mrope_section=[6, 5, 5]),
+        vision_config=VISION | inner,
+        tie_word_embeddings=tied,
+        **QWEN_TOKENS,
+    )
+
+
 @pytest.fixture
 def save_qwen3_vl(tmp_path: Path) -> SaveModel:
-    """Qwen3-VL with features of two inner blocks: returns (transformers model, its directory)."""
+    """Qwen3-VL: returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, name: str = "qwen3_vl", num_layers: int = 3) -> tuple[Any, Path]:
-        settings = _qwen3_vl_settings(tied)
-        settings["text_config"]["num_hidden_layers"] = num_layers
-        return _save_qwen3_vl(Qwen3VLForConditionalGeneration, Qwen3VLConfig(**settings), tmp_path / name)
+        config = Qwen3VLConfig(**_qwen3_vl_settings(tied, num_layers))
+        return _save_vl(Qwen3VLForConditionalGeneration, config, tmp_path / name)
 
     return build
 
@@ -118,52 +143,11 @@ def save_qwen3_vl_moe(tmp_path: Path) -> SaveModel:
     """Qwen3-VL-MoE of four experts, two a token: returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, name: str = "qwen3_vl_moe", num_layers: int = 3) -> tuple[Any, Path]:
-        settings = _qwen3_vl_settings(tied)
-        settings["text_config"]["num_hidden_layers"] = num_layers
-        settings["text_config"] |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-        return _save_qwen3_vl(Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig(**settings), tmp_path / name)
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        config = Qwen3VLMoeConfig(**_qwen3_vl_settings(tied, num_layers, **experts))
+        return _save_vl(Qwen3VLMoeForConditionalGeneration, config, tmp_path / name)
 
     return build
-
-
-def _qwen3_vl_settings(tied: bool) -> dict[str, Any]:
-    return dict(
-        text_config={
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 512,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]},
-        },
-        vision_config={
-            "depth": 4,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 14,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 25,
-            "deepstack_visual_indexes": [0, 2],
-        },
-        image_token_id=IMAGE,
-        video_token_id=501,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=tied,
-    )
-
-
-def _save_qwen3_vl(model_class: Any, config: Any, directory: Path) -> tuple[Any, Path]:
-    torch.manual_seed(0)
-    model = _randomise(model_class(config))
-    model.save_pretrained(directory)
-    ImageSpec().save(directory)
-    (directory / "chat_template.jinja").write_text("{{ messages }}")
-    return model, directory
 
 
 @pytest.fixture
@@ -171,49 +155,20 @@ def save_glm4v(tmp_path: Path) -> SaveModel:
     """GLM-4.1V, or with `newer` GLM-4.6V; a quarter of a head rotates. Returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, newer: bool = False, num_layers: int = 3, name: str = "glm4v") -> tuple[Any, Path]:
-        torch.manual_seed(0)
         config_class, model_class = (
             (Glm46VConfig, Glm46VForConditionalGeneration) if newer else (Glm4vConfig, Glm4vForConditionalGeneration)
         )
+        text = TEXT | {"model_type": "glm4v_text", "hidden_size": 128, "num_hidden_layers": num_layers}
+        vision = {"model_type": "glm4v_vision", "intermediate_size": 96, "image_size": 70, "out_hidden_size": 128}
         config = config_class(
-            text_config={
-                "model_type": "glm4v_text",
-                "vocab_size": 512,
-                "hidden_size": 128,
-                "intermediate_size": 160,
-                "num_hidden_layers": num_layers,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 512,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "mrope_section": [2, 1, 1],
-                    "partial_rotary_factor": 0.25,
-                },
-            },
-            vision_config={
-                "model_type": "glm4v_vision",
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 96,
-                "num_heads": 2,
-                "patch_size": 14,
-                "image_size": 70,
-                "out_hidden_size": 128,
-            },
-            image_token_id=IMAGE,
-            video_token_id=501,
+            text_config=text | _rope(1e4, mrope_section=[2, 1, 1], partial_rotary_factor=0.25),
+            vision_config=VISION | vision,
             image_start_token_id=VISION_START,
             image_end_token_id=VISION_END,
             tie_word_embeddings=tied,
+            **TOKENS,
         )
-        model = _randomise(model_class(config))
-        directory = tmp_path / name
-        model.save_pretrained(directory)
-        Glm4vImageProcessorPil().save_pretrained(directory)
-        (directory / "chat_template.jinja").write_text("{{ messages }}")
-        return model, directory
+        return _save_vl(model_class, config, tmp_path / name, Glm4vImageProcessorPil())
 
     return build
 
@@ -223,20 +178,9 @@ def save_internvl(tmp_path: Path) -> SaveModel:
     """InternVL whose tiles are 4 x 4 patches: returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, decoder: str = "qwen3", name: str = "internvl") -> tuple[Any, Path]:
-        torch.manual_seed(0)
+        text = TEXT | {"model_type": decoder} | ({"head_dim": 32} if decoder == "qwen3" else {})
         config = InternVLConfig(
-            text_config={
-                "model_type": decoder,
-                "vocab_size": 512,
-                "hidden_size": 64,
-                "intermediate_size": 160,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 512,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            }
-            | ({"head_dim": 32} if decoder == "qwen3" else {}),
+            text_config=text | _rope(1e6),
             vision_config={
                 "hidden_size": 32,
                 "num_hidden_layers": 2,
@@ -250,31 +194,10 @@ def save_internvl(tmp_path: Path) -> SaveModel:
             image_seq_length=4,
             tie_word_embeddings=tied,
         )
-        model = _randomise(InternVLForConditionalGeneration(config))
-        directory = tmp_path / name
-        model.save_pretrained(directory)
-        GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, max_patches=4).save_pretrained(directory)
-        (directory / "chat_template.jinja").write_text("{{ messages }}")
-        return model, directory
+        tiles = GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, max_patches=4)
+        return _save_vl(InternVLForConditionalGeneration, config, tmp_path / name, tiles)
 
     return build
-
-
-def _save_text(model_class: Any, config_class: Any, directory: Path, **changes: Any) -> tuple[Any, Path]:
-    torch.manual_seed(0)
-    options: dict[str, Any] = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }
-    model = _randomise(model_class(config_class(**options | changes)))
-    model.save_pretrained(directory)
-    return model, directory
 
 
 @pytest.fixture
@@ -282,7 +205,8 @@ def save_qwen2(tmp_path: Path) -> SaveModel:
     """Qwen2 text model: returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, **changes: Any) -> tuple[Any, Path]:
-        return _save_text(Qwen2ForCausalLM, Qwen2Config, tmp_path / "qwen2", tie_word_embeddings=tied, **changes)
+        settings = TEXT | _rope(1e6) | {"tie_word_embeddings": tied} | changes
+        return _save(Qwen2ForCausalLM, Qwen2Config(**settings), tmp_path / "qwen2")
 
     return build
 
@@ -292,8 +216,8 @@ def save_qwen3(tmp_path: Path) -> SaveModel:
     """Qwen3 text model whose heads are wider than its hidden state: returns (transformers model, its directory)."""
 
     def build(*, tied: bool = False, **changes: Any) -> tuple[Any, Path]:
-        options = {"head_dim": 32, "tie_word_embeddings": tied} | changes
-        return _save_text(Qwen3ForCausalLM, Qwen3Config, tmp_path / "qwen3", **options)
+        settings = TEXT | _rope(1e6) | {"head_dim": 32, "tie_word_embeddings": tied} | changes
+        return _save(Qwen3ForCausalLM, Qwen3Config(**settings), tmp_path / "qwen3")
 
     return build
 

@@ -28,6 +28,8 @@ EXPERT_LAYOUTS = (
     ParallelLayout(pipeline=2),
     ParallelLayout(expert=2),
     ParallelLayout(tensor=2, expert=2),
+    ParallelLayout(context=2),
+    ParallelLayout(context=2, expert=2),
 )
 FORBIDDEN = torch.tensor([500, 501, 502])
 

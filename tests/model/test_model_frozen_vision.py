@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vagen.common.errors import ConfigError
 from vagen.learner.model.actor_critic import VisionLanguageActorCritic
 from vagen.learner.model.gpt import ModelOptions
-from vagen.learner.model.lora import AdapterOptions
 
 FAMILIES = ["vl", "qwen3_vl", "qwen3_vl_moe", "internvl"]
 
@@ -38,14 +36,7 @@ def test_known_features_stand_for_patches_to_the_bit(request: Any, vl_rows: Any,
     images = replace(batch.images, index=torch.tensor([0, 1, 2, 3]))
     with torch.no_grad():
         expected = model(replace(batch, images=images)).logprobs
-        known = replace(images, features=model.encode_images(images), patches=images.patches[:0])
+        known = replace(images, features=model.image_encoder.encode(images), patches=images.patches[:0])
         assert torch.equal(model(replace(batch, images=known)).logprobs, expected)
         others = replace(known, features=known.features + 1)
         assert not torch.equal(model(replace(batch, images=others)).logprobs, expected)
-
-
-def test_a_mixture_of_experts_takes_no_adapters(save_qwen3_vl_moe: Any) -> None:
-    with pytest.raises(ConfigError, match="lora: not available with .* mixture-of-experts layers"):
-        VisionLanguageActorCritic.load_hf(
-            save_qwen3_vl_moe()[1], ModelOptions(adapter=AdapterOptions(rank=2, alpha=2.0))
-        )

@@ -154,6 +154,11 @@ def test_only_the_targets_are_adapted(save_qwen3: Any) -> None:
         _load(save_qwen3()[1], ModelOptions(adapter=replace(ADAPTER, targets=("lm_head",))))
 
 
+def test_a_mixture_of_experts_takes_no_adapters(save_qwen3_vl_moe: Any) -> None:
+    with pytest.raises(ConfigError, match="lora: not available with mixture-of-experts layers"):
+        _load(save_qwen3_vl_moe()[1])
+
+
 def _load_trained(directory: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
     trainer = Trainer(_load(directory), AdamOptions())
     load_checkpoint(checkpoint, trainer.model, trainer)
@@ -182,7 +187,7 @@ def test_a_resumed_adapter_goes_on_to_the_bit(save_vl: Any, vl_rows: Any, pack: 
 
 
 def test_two_ranks_equal_one(save_vl: Any, vl_rows: Any, pack: Any, tmp_path: Path, torchrun: Any) -> None:
-    save_vl(tied=True, name="vl")
+    save_vl(tied=True, name="vl", num_layers=4)
     batch = pack(vl_rows)
     torch.save(batch, tmp_path / "batch.pt")
     assert parallel.topology().tp_size == 1
@@ -192,7 +197,7 @@ def test_two_ranks_equal_one(save_vl: Any, vl_rows: Any, pack: Any, tmp_path: Pa
         two = torch.load(tmp_path / f"result-{layout}.pt", weights_only=False)
         assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
         assert two["resumed_norms"] == pytest.approx(one["resumed_norms"], rel=1e-4)
-        for key in ("merged", "adapter"):
+        for key in ("merged", "adapter", "published"):
             assert set(two[key]) == set(one[key])
             for name, expected in one[key].items():
                 torch.testing.assert_close(two[key][name], expected, rtol=1e-4, atol=5e-5)

@@ -21,8 +21,15 @@ from vagen.learner.model.optimizer import AdamOptions, Trainer
 
 WORKER = Path(rank_worker.__file__)
 LAYOUTS = ("tp2-pp1-cp1-dp1-ep1", "tp1-pp2-cp1-dp1-ep1", "tp1-pp1-cp2-dp1-ep1", "tp1-pp1-cp1-dp2-ep1")
-EXPERT_LAYOUTS = ("tp2-pp1-cp1-dp1-ep1", "tp1-pp2-cp1-dp1-ep1", "tp1-pp1-cp1-dp2-ep2", "tp2-pp1-cp1-dp1-ep2")
-"""The last two share experts out, over two copies of the rest and over two shards of it."""
+EXPERT_LAYOUTS = (
+    "tp2-pp1-cp1-dp1-ep1",
+    "tp1-pp2-cp1-dp1-ep1",
+    "tp1-pp1-cp2-dp1-ep1",
+    "tp1-pp1-cp1-dp2-ep2",
+    "tp2-pp1-cp1-dp1-ep2",
+    "tp1-pp1-cp2-dp1-ep2",
+)
+"""The last three share experts out, over two copies of the rest, two shards of it and two parts of each row."""
 
 
 def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol: float) -> None:
