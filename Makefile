@@ -3,6 +3,8 @@
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 2>/dev/null))
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Tests wait for processes more than they compute: whole files run side by side.
+SIDE_BY_SIDE := -n $(or $(JOBS),2) --dist loadfile
 SGLANG := .sglang/.installed
 # One thread per process: two threads under contention are many times slower on small machines.
 export OMP_NUM_THREADS ?= 1
@@ -27,8 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) $(if $(filter sglang,$(ENGINE)),$(SGLANG))  ## train the tiny model on FrozenLake with every process running; SEED=0, ENGINE=sglang, ARGS="--fresh"
 	$(BIN)/vagen demo --seed $(or $(SEED),0) --engine $(or $(ENGINE),local) $(ARGS)
 
-test: $(INSTALLED)  ## unit and integration tests
-	$(BIN)/python -m pytest -m "not slow and not nightly" $(ARGS)
+test: $(INSTALLED)  ## unit and integration tests; JOBS=2 files at a time
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not nightly" $(ARGS)
 
 sglang-cpu: $(SGLANG)  ## install SGLang for CPUs into .sglang (2 GB), for test-sglang and for demo ENGINE=sglang
 
@@ -39,7 +41,7 @@ test-sglang: $(INSTALLED) $(SGLANG)  ## the engine contract against real SGLang 
 	$(BIN)/python -m pytest -m sglang tests/engine $(ARGS)
 
 ci: check $(SGLANG)  ## what continuous integration runs: check, all tests but the nightly ones, those with SGLang apart
-	$(BIN)/python -m pytest -m "not nightly and not sglang" $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not nightly and not sglang" $(ARGS)
 	$(BIN)/python -m pytest -m sglang tests/engine
 
 nightly: $(INSTALLED)  ## tests that take longer than five minutes

@@ -47,7 +47,8 @@ def test_no_batch_is_trained_twice_whenever_the_learner_is_killed(pipeline, watc
         moment()
         pipeline.kill("learner")
         pipeline.start("learner")
-    pipeline.wait_for_steps(2, 180)
+    furthest = max(line["step"] for line in pipeline.lines())
+    pipeline.wait(lambda: pipeline.lines()[-1]["step"] > furthest, "a step that none had taken before a kill", 180)
     assert pipeline.stop("actor") == 0
     assert pipeline.stop("learner") == 0
     watch.close()

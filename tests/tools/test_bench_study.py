@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -49,7 +50,9 @@ def _one_thread():
 def cache(tmp_path_factory) -> RunCache:
     """With the run of staleness 1 in it, made by a worker process."""
     cache = RunCache(tmp_path_factory.mktemp("study"))
+    environment = dict(os.environ)
     ensure_runs(cache, [tiny(staleness=1)], 1, lambda spec, result, was_cached: None)
+    assert dict(os.environ) == environment
     return cache
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 
 from vagen.common.errors import ConfigError
 from vagen.tools.bench.study import RunResult, RunSpec, run_study
-from vagen.tools.launch import ENVIRONMENT
+from vagen.tools.launch import inherited_environment
 from vagen.tools.runs import write_json
 
 __all__ = ["RunCache", "ensure_runs"]
@@ -67,10 +66,8 @@ def ensure_runs(cache: RunCache, specs: Sequence[RunSpec], workers: int, progres
         if spec.key in found:
             progress(spec, found[spec.key], True)
     if missing:
-        # Read when a process starts, so they must be there before the pool is.
-        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
+        with inherited_environment(), ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
             try:
                 _make_warm_starts(pool, cache, list(missing.values()))
                 futures = {pool.submit(_run, cache.root, spec): spec for spec in missing.values()}
