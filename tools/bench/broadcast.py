@@ -52,7 +52,7 @@ class BroadcastOptions(Section, frozen=True, kw_only=True):
     """Options of `vagen bench broadcast`."""
 
     rounds: PositiveInt = 11
-    """Counted; one more before them is not."""
+    """Counted, of the largest model; a smaller one has as many more as it is smaller. One more before them is not."""
     megabytes: str = "100,1000"
     """Sizes of the model, float32, separated by commas."""
     requests: PositiveInt = 4
@@ -94,7 +94,7 @@ def _measure(megabytes: int, config: BroadcastOptions) -> dict[str, list[float]]
         publishing = stack.enter_context(closing(_Publishing(url, weights, config.requests)))
         sides: list[Callable[[], dict[str, float]]] = [lambda: {"bare_s": bare.run()}]
         sides += [functools.partial(publishing.run, mode) for mode in _MODES]
-        for number in range(config.rounds + 1):
+        for number in range(config.rounds * (config.sizes[-1] // megabytes) + 1):
             measured: dict[str, float] = {}
             for side in sides if number % 2 else reversed(sides):
                 measured |= side()
@@ -275,6 +275,7 @@ def _figures(by_size: Mapping[str, Mapping[str, Sequence[float]]]) -> Figures:
 def _notes(config: BroadcastOptions) -> tuple[str, ...]:
     return (
         f"{config.rounds} rounds after one that is not counted, one engine, gloo over loopback, float32.",
+        "A smaller model has more rounds, which move as many bytes.",
         "vs_bare_broadcast is the least of the sizes; publish_s and the stalls are those of the largest.",
         "publish_s is from the first byte of the snapshot until the engine's checksums are compared.",
         "A stall is how long the engine is paused; after it, retract computes the cache of running requests anew.",
