@@ -7,12 +7,10 @@ start it again with the same line.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +28,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
 }
-
-
-@contextmanager
-def inherited_environment() -> Iterator[None]:
-    """`ENVIRONMENT` for processes that are spawned meanwhile, which read it when they start; what is set stays."""
-    added = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
 
 
 @dataclass(frozen=True)

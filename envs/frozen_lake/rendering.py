@@ -8,17 +8,16 @@ where the player faces no direction.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vagen.common.environment import environment_defaults
 from vagen.envs.frozen_lake.level import Level
 
 # One lock for the process: SDL's display state is global.
@@ -74,23 +73,8 @@ def _initialise_display() -> None:
     loaded = sys.modules.get("pygame")
     if loaded is not None and loaded.display.get_init():
         return
-    with _environment_defaults(
-        SDL_VIDEODRIVER="dummy",
-        # SDL would otherwise take SIGTERM for a window's close button: the actor could not be stopped.
-        SDL_NO_SIGNAL_HANDLERS="1",
-    ):
+    # SDL would otherwise take SIGTERM for a window's close button: the actor could not be stopped.
+    with environment_defaults({"SDL_VIDEODRIVER": "dummy", "SDL_NO_SIGNAL_HANDLERS": "1"}):
         import pygame
 
         pygame.display.init()
-
-
-@contextmanager
-def _environment_defaults(**defaults: str) -> Iterator[None]:
-    """Sets what is not set, for the time of the block: the user's own choice and later windows are untouched."""
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

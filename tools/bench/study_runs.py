@@ -14,9 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from vagen.common.environment import environment_defaults
 from vagen.common.errors import ConfigError
 from vagen.tools.bench.study import RunResult, RunSpec, run_study
-from vagen.tools.launch import inherited_environment
+from vagen.tools.launch import ENVIRONMENT
 from vagen.tools.runs import write_json
 
 __all__ = ["RunCache", "ensure_runs"]
@@ -67,7 +68,9 @@ def ensure_runs(cache: RunCache, specs: Sequence[RunSpec], workers: int, progres
             progress(spec, found[spec.key], True)
     if missing:
         context = multiprocessing.get_context("spawn")
-        with inherited_environment(), ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
+        num_workers = min(workers, len(missing))
+        # Read when a process starts, so it must be there before the pool is.
+        with environment_defaults(ENVIRONMENT), ProcessPoolExecutor(num_workers, mp_context=context) as pool:
             try:
                 _make_warm_starts(pool, cache, list(missing.values()))
                 futures = {pool.submit(_run, cache.root, spec): spec for spec in missing.values()}
